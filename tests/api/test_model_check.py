@@ -111,12 +111,16 @@ def test_the_paths_are_native_fallback_and_refused(tmp_path: Path) -> None:
 def test_json(tmp_path: Path) -> None:
     experts = json.loads(run("models", "--check", str(write(tmp_path / "a", "mixtral")), "--json").stdout)
     assert (experts["model_type"], experts["path"], experts["reason"]) == ("mixtral", "native", None)
-    assert experts["formats"]["int8"] == {
+    assert experts["formats"]["bfloat16"] == {
         "device": "CPU",
         "weight_bytes": None,
         "cpu_weight_bytes": None,
         "obstacles": ["this model has experts"],
     }
+    assert experts["formats"]["int4"]["obstacles"] == ["this model has experts"]  # on a GPU
+    sizes = (experts["formats"][name]["weight_bytes"] for name in ("blocks", "int8"))
+    whole = experts["weight_bytes"]["float32"]
+    assert all(0.2 * whole < size < 0.5 * whole for size in sizes)
     refused = run("models", "--check", str(write(tmp_path / "b", "mamba")), "--json")
     assert refused.exit_code == 1
     assert json.loads(refused.stdout)["path"] == "refused"

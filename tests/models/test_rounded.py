@@ -230,3 +230,35 @@ def test_rows_given_as_vectors_replace_the_lookup(tmp_path: Path, quantization: 
     given = Embeddings(rows, model.embed(tokens[rows]))
     assert logits(StepBatch(without, positions, layout, embeddings=given)).equal(expected)
     assert not logits(StepBatch(without, positions, layout)).equal(expected)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4", "blocks"])
+@torch.inference_mode()
+def test_experts_of_checkpoints_are_rounded_on_a_cpu(quantization: str, tmp_path: Path) -> None:
+    """Their products are those of the rounded weights, of activations in 8 bits."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    experts = {"num_experts": 5, "num_experts_per_tok": 2, "vocab_size": VOCAB, "num_hidden_layers": 2}
+    reference = make_reference(transformers.Qwen3MoeConfig(**(sizes | experts), head_dim=16, intermediate_size=96))
+    config = save(reference, tmp_path)
+    exact, rounded = load(tmp_path, config), load(tmp_path, config, quantization=quantization)
+    for layer, plain in zip(rounded.layers, exact.layers, strict=True):
+        for weights, whole in (
+            (layer.mixture.gate_up, plain.mixture.gate_up),
+            (layer.mixture.down, plain.mixture.down),
+        ):
+            assert weights.in_blocks
+            per_weight = weights.num_bytes / weights.shape.numel()
+            assert per_weight < (0.9 if quantization == "int4" else 1.45)  # padded to whole units
+            for expert, weight in enumerate(weights._experts):
+                values = weight.rows(torch.arange(weight.out_features))
+                error = (values - whole.plain[expert]).norm() / whole.plain[expert].norm()
+                assert error < (0.1 if quantization == "int4" else 0.01)
+                rows = torch.randn(7, weight.in_features)
+                product = weights.multiply(expert, rows, None)
+                expected = rows @ values.T
+                assert float((product - expected).norm() / expected.norm()) < 0.02
+    tokens = prompts(1, 23)[1]
+    found, right = (run_alone(model, tokens) for model in (rounded, exact))
+    alike = torch.cosine_similarity(found, right, dim=-1)
+    assert alike.median() > (0.97 if quantization == "int4" else 0.999)  # A few tokens get other experts.

@@ -24,7 +24,7 @@ from chairlift.layers.formats import FORMATS
 from chairlift.layers.formats.none import PlainWeight
 from chairlift.loading.known_models import known_models
 from chairlift.loading.resolve import read_model_config
-from chairlift.models import describe, format_obstacles
+from chairlift.models import describe, format_obstacles, has_experts
 from chairlift.models.base import ModelInfo
 from chairlift.models.weight_sizes import weight_bytes
 from chairlift.options import format_bytes
@@ -190,6 +190,7 @@ def _candidates(
     elif kind == "cuda" and isinstance(config.get("quantization_config"), dict) and (known := _gpu_bytes(config)):
         yield _Candidate("the format of its files", known, dtype)
     is_fast = kind == "cpu" and info.num_parameters >= MIN_INT8_PARAMETERS and settings.machine.has_fast_int8
+    is_fast = is_fast and not has_experts(config)  # These keep their type unless a format is chosen.
     if is_fast and (int8 := size("int8")) is not None:
         yield _Candidate("int8", int8, torch.bfloat16)
     else:

@@ -22,7 +22,7 @@ from chairlift.layers.formats.base import head_format
 from chairlift.layers.formats.fp8 import FP8, fp8_obstacles
 from chairlift.loading.checkpoint import Checkpoint
 from chairlift.machine.hardware import default_threads
-from chairlift.models import describe, format_obstacles, is_native
+from chairlift.models import describe, format_obstacles, has_experts, is_native
 from chairlift.models.base import CausalLM
 from chairlift.speculation.proposers.base import drafts_per_request
 
@@ -261,6 +261,8 @@ def _quantization(settings: MachineSettings, checkpoint: Checkpoint) -> tuple[st
     is_large_file = checkpoint.format == "gguf" and num_parameters >= MIN_BLOCK_PARAMETERS
     in_blocks = is_large_file and checkpoint.quantization is not None and not obstacles("checkpoint")
     reasons = [] if in_blocks else obstacles("int8")
+    if not in_blocks and not reasons and has_experts(checkpoint.config):
+        return "none", "a model with experts keeps its type unless int8 or int4 is chosen"
     if reasons:
         return "none", f"int8 is not possible: {'; '.join(reasons)}"
     if not machine.has_fast_int8:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -10,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from chairlift.kernels.gpu import on_gpu
+from chairlift.layers.formats import FORMATS
 from chairlift.layers.formats.base import ALONE, Fusion, WeightFormat
 from chairlift.layers.formats.blocks import BlockWeight
 from chairlift.layers.formats.checkpoint import CheckpointWeight
@@ -181,18 +181,30 @@ class ExpertRows:
 
 
 class BlockExperts(ExpertWeights):
-    """On a CPU, a weight of its own for each expert, in the blocks of a GGUF file; those that the checkpoint does not
-    store in blocks become plain."""
+    """On a CPU, a weight of its own for each expert: as a checkpoint stores it, where it has blocks or integers of 4
+    bits, and else plain; or in a format that rounds it to blocks."""
 
     def __init__(
-        self, num_experts: int, out_features: int, in_features: int, *, dtype: torch.dtype, device: torch.device
+        self,
+        num_experts: int,
+        out_features: int,
+        in_features: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        format: type[WeightFormat] = CheckpointWeight,
     ) -> None:
         super().__init__(num_experts, out_features, in_features, dtype=dtype, device=device)
+        self._rounded = format is not CheckpointWeight
         sizes = out_features, in_features, dtype, device
-        self._experts: Sequence[WeightFormat] = [CheckpointWeight.empty(*sizes) for _ in range(num_experts)]
+        self._experts: list[WeightFormat] = [format.empty(*sizes) for _ in range(num_experts)]
+        self._missing = [out_features] * num_experts  # rows that are not filled yet
 
     def fill(self, expert: int, first: int, source: Tensor | StoredWeight) -> None:
         self._experts[expert].fill_rows(first, source)
+        self._missing[expert] -= source.shape[0]
+        if self._rounded and not self._missing[expert]:  # Memory never holds all experts plain.
+            self._experts[expert] = self._experts[expert].finalized()
 
     def finalize(self) -> None:
         self._experts = [weight.finalized() for weight in self._experts]
@@ -219,6 +231,9 @@ def empty_experts(num_experts: int, out_features: int, in_features: int, build: 
     format, dtype, device = build.format, build.dtype, build.device
     keeps = kept_forms(format, dtype, device)
     sizes = num_experts, out_features, in_features
+    blocks = format.traits.expert_blocks
+    if blocks is not None and not BlockWeight.obstacles(dtype, device):
+        return BlockExperts(*sizes, dtype=dtype, device=device, format=FORMATS.get(blocks))
     if format.traits.keeps_stored and not keeps and not BlockWeight.obstacles(dtype, device):
         return BlockExperts(*sizes, dtype=dtype, device=device)
     return ExpertWeights(*sizes, dtype=dtype, device=device, keeps=keeps, rounds=format.traits.rounds_experts)

@@ -111,16 +111,21 @@ def format_obstacles(
 
 def model_obstacles(config: Mapping[str, Any], format: type[WeightFormat], device: str) -> list[str]:
     """Why this model cannot have weights in this format on any `device` of that type; empty if it can."""
-    from chairlift.models.read_config import decoder_config
-
     if is_encoder(config):
         return []
     if not is_native(config):
         from chairlift.models.fallback.model import fallback_obstacles
 
         return fallback_obstacles(config, format, device)
-    has_experts = any(layer.experts is not None for layer in decoder_config(config).layers)
-    return ["this model has experts"] if has_experts and not format.traits.stores_experts else []
+    stores = format.traits.stores_experts or (device == "cpu" and format.traits.expert_blocks is not None)
+    return ["this model has experts"] if has_experts(config) and not stores else []
+
+
+def has_experts(config: Mapping[str, Any]) -> bool:
+    """Whether a model that runs natively has mixtures of experts."""
+    from chairlift.models.read_config import decoder_config
+
+    return is_native(config) and any(layer.experts is not None for layer in decoder_config(config).layers)
 
 
 def describe(config: Mapping[str, Any], *, max_len: int | None = None) -> ModelInfo:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from chairlift.layers.formats import FORMATS
 from chairlift.layers.formats.base import WeightFormat, head_format
 from chairlift.layers.formats.none import PlainWeight
 from chairlift.models import describe, is_native
@@ -53,10 +54,12 @@ def _decoder_linears(
     table = decoder.vocab_size * decoder.hidden_size
     tied, packs_head = decoder.config.tied_head, device == "cpu" or format is not PlainWeight
     shapes = [(format, linear.out_features, linear.in_features) for linear in linears]
-    if format.traits.rounds_experts:
+    blocks = format.traits.expert_blocks if device == "cpu" else None
+    if format.traits.rounds_experts or blocks is not None:
         mixtures = [layer.mixture for layer in decoder.layers if layer.mixture is not None]
         products = (product.shape for each in mixtures for product in (each.gate_up, each.down))
-        shapes += [(format, experts * out, size) for experts, out, size in products]
+        of_experts = format if blocks is None else FORMATS.get(blocks)
+        shapes += [(of_experts, experts * out, size) for experts, out, size in products]
     if format.traits.becomes_blocks(dtype, torch.device(device)):  # The table does, too; a tied head shares it.
         of_head = head_format(format, dtype, torch.device(device), quantize=False)
         return shapes + [(of_head, decoder.vocab_size, decoder.hidden_size)] * (1 if tied else 2), 0

@@ -16,13 +16,21 @@ if TYPE_CHECKING:  # numba is slow to import
     from chairlift.kernels.cpu.weights import TileWeight
 
 
-def tiled_traits(module: str, tile_type: str, table_dtype: torch.dtype) -> FormatTraits:
+def tiled_traits(
+    module: str, tile_type: str, table_dtype: torch.dtype, *, expert_blocks: str | None = None
+) -> FormatTraits:
     def load() -> type[TileWeight]:
         found: type[TileWeight] = getattr(import_module(module), tile_type)
         return found
 
     # Rounding the cache to half its size loses less than rounding the weights.
-    return FormatTraits(devices=("cpu",), kv_dtype=torch.bfloat16, table_dtype=table_dtype, tile_type=load)
+    return FormatTraits(
+        devices=("cpu",),
+        kv_dtype=torch.bfloat16,
+        table_dtype=table_dtype,
+        tile_type=load,
+        expert_blocks=expert_blocks,
+    )
 
 
 class TiledWeight(WeightFormat):

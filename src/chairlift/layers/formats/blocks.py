@@ -27,7 +27,7 @@ class BlockWeight(WeightFormat):
 
     name = "blocks"
     # Rounding the cache to half its size loses less than rounding the weights.
-    traits = FormatTraits(devices=("cpu",), kv_dtype=torch.bfloat16, keeps_blocks=True)
+    traits = FormatTraits(devices=("cpu",), kv_dtype=torch.bfloat16, keeps_blocks=True, expert_blocks="blocks")
 
     def __init__(self, weight: Tensor, *, shared: bool = False) -> None:
         super().__init__(weight, shared=shared)

@@ -43,6 +43,7 @@ class Int4Weight(WeightFormat):
         stores_head=False,
         heads=("blocks", "none"),
         keeps_blocks=True,
+        expert_blocks="int4",
         fuses={"norm": MOST_TILED_ROWS, "norm and gate": MOST_TILED_ROWS},
     )
 

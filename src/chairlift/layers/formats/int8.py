@@ -14,7 +14,7 @@ class Int8Weight(TiledWeight):
 
     name = "int8"
     # The table is far finer than 8 bits, and takes half the memory.
-    traits = tiled_traits("chairlift.kernels.cpu.int8", "PackedWeight", torch.float16)
+    traits = tiled_traits("chairlift.kernels.cpu.int8", "PackedWeight", torch.float16, expert_blocks="blocks")
 
     @classmethod
     def stored_bytes(cls, out_features: int, in_features: int, dtype: torch.dtype) -> float:

@@ -52,7 +52,7 @@ def test_less_memory_gives_a_smaller_format_and_a_shorter_context(monkeypatch: p
 def test_what_does_not_fit_names_the_largest_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
     fit = on_cpu_with(6 * GIB, "gpt-oss-20b", monkeypatch)
     assert not fit.fits
-    assert fit.sentence().startswith("no: the smallest format here, bfloat16, takes 38.96 GiB of weights")
+    assert fit.sentence().startswith("no: the smallest format here, int4, takes 12.67 GiB of weights")
     assert fit.nearest is not None
     fitting = [each.name for each in known_models() if on_cpu_with(6 * GIB, each.name, monkeypatch).fits]
     assert fit.nearest == fitting[-1]
@@ -63,7 +63,7 @@ def test_what_fits_in_its_place_is_named_with_the_options_that_it_needs(monkeypa
     fit = on_cpu_with(6 * GIB, "gpt-oss-20b", monkeypatch)
     assert fit.nearest is not None
     expected = on_cpu_with(6 * GIB, fit.nearest, monkeypatch).command(fit.nearest)
-    assert expected.endswith("--max-model-len 2048")
+    assert "--quantization int4 --max-model-len " in expected
     assert fit.nearest_command == expected
 
 

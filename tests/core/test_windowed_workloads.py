@@ -18,7 +18,7 @@ from chairlift.core.kv.swap import SwapSpace
 from chairlift.core.kv.windowed_cache import FULL, GroupedCache, Reach, WindowedCache, make_cache
 from chairlift.core.request import Request
 from chairlift.speculation.control.controller import SpeculationController
-from tests.core.driving import make_scheduler, run_pipelined, run_to_end
+from tests.core.driving import make_request, make_scheduler, run_pipelined, run_to_end
 from tests.core.memory_model import MemoryModel
 from tests.core.test_pipelined import outcome, submit_all
 from tests.core.test_properties import SCHEDULERS, FlakyKVCache, Workload
@@ -98,3 +98,20 @@ def test_planning_ahead_changes_no_token(reaches: Sequence[Reach], num_blocks: i
     run_pipelined(ahead, depth)
     assert outcome(plain)[:2] == outcome(ahead)[:2]
     check_quiescent(ahead)
+
+
+def test_what_comes_from_host_memory_is_indexed_only_where_it_is_held() -> None:
+    kv = make_cache(40, 4, reaches=(FULL, Reach(window=6)), step_tokens=64)
+    assert isinstance(kv, GroupedCache)
+    request = make_request("a", 30)
+    kv.attach(request, kv.match(request))
+    request.start_from(24)
+    restored = kv.restore(request)
+    assert restored is not None
+    assert sorted(restored) == [*((0, position) for position in range(6)), (1, 4), (1, 5)]
+    assert kv.reserve(request, 6) == ()
+    request.start_from(30)
+    kv.commit(request)
+    window = kv.windows[0]
+    assert len(kv.index) == 7
+    assert set(window.index.blocks()) == set(window.held(request)[:3])

@@ -51,7 +51,9 @@ def test_greedy_tokens_equal_transformers(
     ties = 0
     for (setting, _), run in runs.items():
         ties += count_ties(hf, prompt_ids, expected, run.outputs)
-        small = setting in ("preempted", "swapped") and loaded.model.attention_layers
+        # With windows, the small pool may be enough.
+        all_full = all(layer.window is None and layer.chunk is None for layer in loaded.model.attention_layers)
+        small = setting in ("preempted", "swapped") and loaded.model.attention_layers and all_full
         assert not small or run.num_preemptions > 0
     together = runs["together", False].outputs
     assert all(

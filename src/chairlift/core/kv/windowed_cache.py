@@ -204,6 +204,8 @@ class WindowedCache(KVCache):
             return
         table = self._tables[request.id]
         self._first[request.id] = needed
+        # Blocks before those that came from host memory are not there to be indexed.
+        self._num_indexed[request.id] = max(self._num_indexed[request.id], needed)
         for position in range(first, min(needed, len(table))):
             kept = any(position in span for span in self._kept[request.id])
             (self.pool.release if kept else self.pool.release_spent)((table[position],))

@@ -238,7 +238,7 @@ QUANTIZED: list[tuple[dict[str, Any], str, str | None]] = [
     ),
     ({"quantization_config": {"quant_method": "fbgemm_fp8"}}, "fbgemm, 8-bit floats", None),
     ({"quantization_config": {"quant_method": "quark"}}, "quark", "names no type of weights"),
-    ({"quantization_config": {"quant_method": "auto-round"}}, "auto-round", "layout None"),
+    ({"quantization_config": {"quant_method": "auto-round"}}, "auto-round", "layout 'None'"),
     *(
         ({"quantization_config": {"quant_method": method, "bits": 4}}, method, f"quantized by {method!r}")
         for method in ("exl2", "exl3", "aqlm", "torchao", "hqq", "vptq", "bitnet")

@@ -68,7 +68,9 @@ def read_embedding_config(checkpoint: Checkpoint | ConfigCheckpoint) -> Embeddin
 def is_encoder(config: Mapping[str, Any]) -> bool:
     """Whether it is an encoder, with or without a head, and not a decoder of that family."""
     names = config.get("architectures")
-    generates = any(str(name).endswith(("LMHeadModel", "ForCausalLM")) for name in names or ())
+    generates = any(
+        str(name).endswith(("LMHeadModel", "ForCausalLM")) for name in (names if isinstance(names, list) else ())
+    )
     return config.get("model_type") in ENCODERS and not (generates or config.get("is_decoder"))
 
 

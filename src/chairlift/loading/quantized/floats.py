@@ -166,7 +166,7 @@ class QuarkReader(TypedReader):
         if weights is None:
             return None
         found = weights.get("dtype") if isinstance(weights, Mapping) else None
-        if found not in self.types:
+        if str(found) not in self.types:
             raise self.refuse(f"weights of the type {found!r:.60} are not read, only {', '.join(self.types)}")
         return str(found)
 

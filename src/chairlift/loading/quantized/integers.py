@@ -115,11 +115,12 @@ class AutoRoundReader(QuantizedReader):
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
-        layout, type = config.get("packing_format"), config.get("data_type", "int")
+        layout, type = str(config.get("packing_format")), config.get("data_type", "int")
         if layout not in self.layouts or type != "int":
             supported = ", ".join(self.layouts)
             raise self.refuse(f"its layout {layout!r:.60} of {type!r:.60} is not supported; supported are {supported}")
-        for layer, own in (config.get("extra_config") or {}).items():
+        layers = config.get("extra_config")
+        for layer, own in layers.items() if isinstance(layers, Mapping) else ():
             if isinstance(own, Mapping) and own.get("bits", 16) not in (16, config.get("bits")):
                 raise self.refuse(f"settings of single layers ({layer!r:.60}) are not supported")
         self._reader = self.layouts[layout](config)

@@ -166,7 +166,8 @@ def _require_supported_kind(hf_config: Any, model_class: Any) -> None:
     for field in SPARSE_FIELDS:
         if getattr(text_config, field, None) is not None:
             raise refusal(
-                hf_config.model_type, f"it chooses keys by sparse attention ({field}), which is not supported"
+                hf_config.model_type,
+                f"it chooses keys by sparse attention ({field}) of another kind than DeepSeek V3.2 and GLM-5",
             )
     if model_class._is_stateful or RECURRENT_LAYERS.intersection(getattr(text_config, "layer_types", None) or ()):
         raise refusal(hf_config.model_type, "it keeps a recurrent state, which only our own layers can keep in slots")

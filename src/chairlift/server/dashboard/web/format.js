@@ -45,6 +45,8 @@ const WAIT_WORDS = {
   batch_running: "a batch is running",
   sibling: "its sibling computes their prompt",
   grammar: "its grammar is being compiled",
+  adapter: "its adapter is being loaded",
+  adapter_memory: "its adapter has no room yet",
   prefix: "another computes the same prefix",
 };
 

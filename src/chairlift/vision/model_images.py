@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from chairlift.core.encoder_cache import EncoderCache
-from chairlift.errors import InvalidParameter, UnsupportedModel
+from chairlift.errors import CorruptCheckpoint, InvalidParameter, UnsupportedModel
 from chairlift.loading.checkpoint import Checkpoint
 from chairlift.loading.stored_weight import dequantized
 from chairlift.models import is_native
@@ -64,7 +64,7 @@ def load_images(
         encoder = VisionEncoder(
             checkpoint.config, _vision_tensors(checkpoint, model), dtype=model.dtype, device=model.device
         )
-    except UnsupportedModel as error:
+    except (UnsupportedModel, CorruptCheckpoint) as error:
         if wanted == "on":
             raise InvalidParameter("images", f"cannot be read: {error}") from error
         log.info(f"images     are not read: {error}")

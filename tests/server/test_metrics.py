@@ -12,6 +12,7 @@ import msgspec
 
 from chairlift.core.events import completion_ids
 from chairlift.core.kv.state_slots import StateUsage
+from chairlift.core.kv.tiers import TierUsage
 from chairlift.server.metrics import Metrics
 from chairlift.server.wire.messages import Cancel, StepReport, Submit, ToEngine, Update
 from tests.server.front_end import NAME as SCRIPTED
@@ -237,3 +238,17 @@ def test_completions_of_disconnected_clients_are_counted_once() -> None:
         )
         assert front.metric("requests_total", reason="length") == 0
         assert front.engine.num_open == 0
+
+
+def test_tiers_are_counted_since_the_start_of_the_engine() -> None:
+    metrics = Metrics()
+    report = {"updates": [], "running": 0, "waiting": 0, "used_blocks": 0, "total_blocks": 1, "preemptions": 0}
+    metrics.record_step(StepReport(**report, tiers=[TierUsage("disk", 5, 10, 100, 7, 1, 2)]))
+    metrics.record_step(StepReport(**report, tiers=[TierUsage("disk", 6, 10, 150, 9, 1, 2)]))
+    metrics.record_restart()
+    metrics.record_step(StepReport(**report, tiers=[TierUsage("disk", 6, 10, 50, 0, 0, 0)]))
+    values = metrics.values()
+    assert values["kv_tier_used_bytes disk"] == 6
+    assert values["kv_tier_loaded_bytes_total disk"] == 200
+    assert values["kv_tier_saved_bytes_total disk"] == 9
+    assert values["kv_tier_lost_total disk"] == 2

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metr
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
+from chairlift.core.kv.tiers import TierUsage
 from chairlift.core.scheduler.waiting_queue import WaitReason
 from chairlift.server.process.engine_client import EngineClient, EngineState
 from chairlift.server.wire.messages import AdapterTotals, Loaded, StepReport
@@ -67,6 +68,13 @@ class Metrics:
         self.adapter_loads = counter("adapter_loads", "Adapters loaded into memory")
         self.adapter_evictions = counter("adapter_evictions", "Adapters that left memory for others")
         self.adapter_tokens = counter("adapter_tokens", "Tokens generated with an adapter", ("adapter",))
+        self.tier_used = gauge("kv_tier_used_bytes", "Bytes of cached blocks in a tier", ("tier",))
+        self.tier_total = gauge("kv_tier_total_bytes", "Bytes that a tier may have", ("tier",))
+        self.tier_loaded = counter("kv_tier_loaded_bytes", "Bytes loaded from a tier", ("tier",))
+        self.tier_saved = counter("kv_tier_saved_bytes", "Bytes copied to a tier", ("tier",))
+        self.tier_evictions = counter("kv_tier_evictions", "Parts of blocks that left a tier for others", ("tier",))
+        self.tier_lost = counter("kv_tier_lost", "Parts of blocks that were damaged or could not be written", ("tier",))
+        self._tiers: dict[str, TierUsage] = {}  # as of the last report
         self._adapters: AdapterTotals | None = None  # as of the last report
         self._adapter_counts: dict[str, int] = {}  # tokens by adapter, as of the last report that had it
         self.preemptions = counter("preemptions", "Requests preempted for lack of memory")
@@ -108,6 +116,8 @@ class Metrics:
             self.states_used.set(report.states.used)
             self.snapshots.set(report.states.snapshots)
             self.states_total.set(report.states.total)
+        for tier in report.tiers:
+            self._record_tier(tier)
         if report.adapters is not None:
             self._record_adapters(report.adapters)
         if report.requests:
@@ -131,6 +141,16 @@ class Metrics:
         if report.prefill_limit is not None:
             self.prefill_limit.set(report.prefill_limit)
             self.decisions.labels(report.limit_reason).inc()
+
+    def _record_tier(self, tier: TierUsage) -> None:
+        before = self._tiers.get(tier.name, TierUsage(tier.name, 0, 0, 0, 0, 0, 0))
+        self._tiers[tier.name] = tier
+        self.tier_used.labels(tier.name).set(tier.used_bytes)
+        self.tier_total.labels(tier.name).set(tier.total_bytes)
+        self.tier_loaded.labels(tier.name).inc(tier.loaded_bytes - before.loaded_bytes)
+        self.tier_saved.labels(tier.name).inc(tier.saved_bytes - before.saved_bytes)
+        self.tier_evictions.labels(tier.name).inc(tier.evictions - before.evictions)
+        self.tier_lost.labels(tier.name).inc(tier.lost - before.lost)
 
     def _record_adapters(self, totals: AdapterTotals) -> None:
         before = self._adapters
@@ -170,6 +190,7 @@ class Metrics:
     def record_restart(self) -> None:
         """Reset the gauges of an engine that died."""
         self.restarts.inc()
+        self._tiers.clear()
         for gauge in (self.running, self.waiting, self.kv_used, self.states_used, self.snapshots):
             gauge.set(0)
         self._set_wait_reasons({})

@@ -184,6 +184,18 @@ class PastEviction(NamedTuple):
     time: float
 
 
+class TierUsage(NamedTuple):
+    """What a tier holds, and what it did since the start."""
+
+    name: str
+    used_bytes: int
+    total_bytes: int
+    loaded_bytes: int
+    saved_bytes: int
+    evictions: int
+    lost: int  # parts that could not be written, or were damaged
+
+
 class Tiers:
     """All tiers behind one device, fastest first."""
 
@@ -202,6 +214,21 @@ class Tiers:
         self._evicted: OrderedDict[PartKey, PastEviction] = OrderedDict()
         for tier in tiers:
             mover.drop(tier.name, tier.surplus)
+
+    @property
+    def usage(self) -> list[TierUsage]:
+        return [
+            TierUsage(
+                tier.name,
+                tier.num_used,
+                tier.num_bytes,
+                self.loaded_bytes[tier.name],
+                self.saved_bytes[tier.name],
+                tier.num_evictions,
+                self.num_lost[tier.name],
+            )
+            for tier in self.tiers
+        ]
 
     def find(self, key: PartKey) -> Tier | None:
         """The fastest tier that has a part."""

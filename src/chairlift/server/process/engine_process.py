@@ -387,6 +387,7 @@ def _step_report(events: Sequence[Event], others: Sequence[Event], scheduler: Sc
         used_blocks=scheduler.kv.pool.num_used,
         total_blocks=scheduler.kv.pool.num_blocks,
         states=None if scheduler.kv.states is None else scheduler.kv.states.usage,
+        tiers=[] if scheduler.kv.tiers is None else scheduler.kv.tiers.usage,
         adapters=_adapter_totals(scheduler.adapters),
         preemptions=sum(isinstance(event, RequestPreempted) for event in others),
         **more,

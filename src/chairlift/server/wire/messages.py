@@ -7,6 +7,7 @@ from collections.abc import Callable
 import msgspec
 
 from chairlift.core.kv.state_slots import StateUsage
+from chairlift.core.kv.tiers import TierUsage
 from chairlift.core.plan import TokenLogprobs
 from chairlift.core.request import RequestLimits
 from chairlift.core.sampling.params import SamplingParams
@@ -152,6 +153,7 @@ class StepReport(msgspec.Struct, tag=True, frozen=True):
     prefill_limit: int | None = None  # prompt tokens that the budget allows, if it changed
     limit_reason: str = ""  # reason of the change
     adapters: AdapterTotals | None = None  # if the engine has any
+    tiers: list[TierUsage] = []  # behind the prefix cache
 
 
 class AdapterChanged(msgspec.Struct, tag=True, frozen=True):

@@ -102,7 +102,8 @@ def _start(
     built.runner.warm_up()
     timeline.end("warm_up")
     image_lines = loaded.images.lines() if loaded.images else ()
-    for line in (*built.memory.lines(), *image_lines, _describe_step(settings, built)):
+    own_lines = (_describe_step(settings, built), *_describe_rows(loaded, settings))
+    for line in (*built.memory.lines(), *image_lines, *own_lines):
         log.info(line)
     for line in settings.lines():
         log.debug(f"chosen     {line}")
@@ -175,6 +176,18 @@ def _make_engine(
         rotary_positions=None if images is None else images.encoder.positions,
         clock=clock,
     )
+
+
+def _describe_rows(loaded: LoadedModel, settings: EngineSettings) -> list[str]:
+    """Whether a request's greedy tokens on a CPU depend on what is computed with it, for the start-up log."""
+    if settings.device.type != "cpu":
+        return []
+    reasons: list[str] = getattr(loaded.model, "batch_dependence", lambda: ["the code of transformers"])()
+    if not settings.attention.capabilities.batch_invariant:
+        reasons = [*reasons, f"{settings.attention.name} attention"]
+    if not reasons:
+        return ["tokens     the same alone, together and behind cached prefixes, bit for bit"]
+    return [f"tokens     may depend on the batch and on cached prefixes: {', '.join(reasons)}"]
 
 
 def _describe_step(settings: EngineSettings, built: BuiltRunner) -> str:

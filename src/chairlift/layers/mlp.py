@@ -15,7 +15,7 @@ from chairlift.kernels.gpu import on_gpu
 from chairlift.layers.formats.base import Fusion
 from chairlift.layers.linear import Build, Linear
 from chairlift.layers.parts import Part, Targets
-from chairlift.layers.rows import one_by_one
+from chairlift.layers.rows import row_by_row
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -138,10 +138,7 @@ class DenseMLP(Part):
 
     def inner(self, x: Tensor) -> Tensor:
         """Everything but the down projection."""
-        inner = self.first(x)
-        if self.batch_invariant and not on_gpu(x.device):
-            return one_by_one(self.activate, inner)
-        return self.activate(inner)
+        return row_by_row(self.activate, self.first(x))
 
     def __call__(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """`positions`: those of the rows, which mixtures of experts need."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from chairlift.kernels.gpu import on_gpu
 from chairlift.layers.linear import Build
 from chairlift.layers.parts import Part, Targets
+from chairlift.layers.rows import row_by_row
 
 
 class Norm(Part):
@@ -70,7 +71,7 @@ class RMSNorm(Norm):
 
             return rms_norm(x, self.weight, self.eps)
         rows = x.to(self.weight.dtype)
-        return F.rms_norm(rows, self.weight.shape, self.weight, self.eps).to(x.dtype)
+        return row_by_row(lambda part: F.rms_norm(part, self.weight.shape, self.weight, self.eps), rows).to(x.dtype)
 
 
 class LayerNorm(Norm):

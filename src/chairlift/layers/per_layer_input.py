@@ -11,7 +11,7 @@ from chairlift.layers.linear import Build
 from chairlift.layers.mlp import ACTIVATIONS, KERNEL_NAMES
 from chairlift.layers.norm import RMSNorm
 from chairlift.layers.parts import Part, Targets
-from chairlift.layers.rows import one_by_one
+from chairlift.layers.rows import row_by_row
 
 
 class PerLayerEmbedding(Part):
@@ -78,5 +78,4 @@ class PerLayerInput(Part):
             behind = Fusion(activation=KERNEL_NAMES[self._activation], times=inputs)
             return self.projection(self.gate.weight.product(x, behind).rows)
         gate = self.gate(x)
-        gate = one_by_one(self._activation, gate) if self.batch_invariant else self._activation(gate)
-        return self.projection(gate.mul_(inputs))
+        return self.projection(row_by_row(self._activation, gate).mul_(inputs))

@@ -116,7 +116,20 @@ class Decoder(Part):
         if self.config.logit_scale != 1.0:
             logits.mul_(self.config.logit_scale)
         cap = self.config.logit_softcap
-        return logits if cap is None else softcapped(logits, cap, batch_invariant=self.batch_invariant)
+        return logits if cap is None else softcapped(logits, cap)
+
+    def batch_dependence(self) -> list[str]:
+        """What may give a token other bits beside other rows of a step on a CPU; empty if nothing does."""
+        if self.batch_invariant:
+            return []
+        reasons = {"products in " + str(self.dtype).removeprefix("torch."): self.dtype is not torch.float32}
+        reasons["mixtures of experts"] = any(layer.mixture is not None for layer in self.layers)
+        reasons["latent attention"] = any(layer.latent is not None for layer in self.layers)
+        reasons["recurrent layers"] = bool(self.recurrent_layers)
+        weights = {linear.weight for part in (*self.layers, self.head) for linear in part.linears()}
+        formats = sorted({weight.name for weight in weights if not weight.keeps_row_bits})
+        reasons[f"products of weights in the format {', '.join(formats)}"] = bool(formats)
+        return [reason for reason, applies in reasons.items() if applies]
 
     def num_weight_bytes(self) -> int:
         parts = sum(part.num_bytes for part in self.parts() if not (self.shares_table and part is self.head))

@@ -16,7 +16,7 @@ from chairlift.layers.norm import LayerNorm, Norm, RMSNorm
 from chairlift.layers.parts import Part, PermutedHeads, Targets, present
 from chairlift.layers.recurrent.base import GateOrder
 from chairlift.layers.rope import Rotation, rotate_
-from chairlift.layers.rows import one_by_one
+from chairlift.layers.rows import row_by_row
 from chairlift.models.config import DecoderConfig, LayerConfig
 
 KeptKV = dict[int, tuple[Tensor, Tensor]]
@@ -222,10 +222,8 @@ class OutputGate(Part):
             yield name, PermutedHeads(target, self._order, 0) if target.shape[0] == len(self._order) else target
 
     def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
-        if self.batch_invariant and not on_gpu(x.device):
-            return one_by_one(torch.sigmoid, gate).mul_(x)
         if on_gpu(x.device):
             from chairlift.kernels.triton.recurrent.gates import gated_norm
 
             return gated_norm(x, gate, None, self._head_dim, 0.0, SIGMOID)
-        return torch.sigmoid(gate).mul_(x)
+        return row_by_row(torch.sigmoid, gate).mul_(x)

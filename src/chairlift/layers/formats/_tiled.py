@@ -64,6 +64,10 @@ class TiledWeight(WeightFormat):
         assert self.tiles is not None
         return self.tiles.nbytes
 
+    @property
+    def keeps_row_bits(self) -> bool:
+        return True
+
     def product(self, x: Tensor, fusion: Fusion = ALONE) -> Product:
         from chairlift.kernels.cpu.decoder import linear
         from chairlift.kernels.cpu.weights import multiplied

@@ -139,6 +139,11 @@ class WeightStorage:
         raise NotImplementedError(f"the weight format {self.name!r} has no `num_bytes`")
 
     @property
+    def keeps_row_bits(self) -> bool:
+        """Whether a row of a product on a CPU has the same bits beside other rows, also without `batch_invariant`."""
+        return False
+
+    @property
     def own_bytes(self) -> int:
         """The bytes of memory that no other part of the model counts."""
         return self.num_bytes

@@ -121,6 +121,10 @@ class BlockWeight(WeightFormat):
         ((kind, panels),) = self._parts
         return torch.from_numpy(unpack(KINDS[kind], panels, indices.numpy(), self.in_features))
 
+    @property
+    def keeps_row_bits(self) -> bool:
+        return True
+
     def product(self, x: Tensor, fusion: Fusion = ALONE) -> Product:
         from chairlift.kernels.cpu.blocks.product import linear_panels
         from chairlift.kernels.cpu.weights import multiplied

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
 
@@ -18,6 +19,20 @@ from chairlift.layers.rows import in_tiles
 # layout chosen for 32 is within noise of the best one measured at 1, 8, 32 and 512 rows.
 EXPECTED_ROWS = 32
 FASTER_UP_TO = (64, 96, 128, 224, 256)  # the numbers of rows up to which our products may be faster, by their shape
+
+
+COMPARED_ROWS = (2, 3, 7, 16, 33, 64, 200)
+
+
+@dataclass(frozen=True, slots=True)
+class RowOrder:
+    """Whether oneDNN computes a row with the same bits beside other rows. It is found by trying."""
+
+    single: bool = True  # a row alone
+    several: bool = True  # any number of rows from two on
+
+
+_row_orders: dict[tuple[int, int, int], RowOrder] = {}  # by output and input features and threads
 
 
 @FORMATS.register("none")
@@ -37,6 +52,7 @@ class PlainWeight(WeightFormat):
         self._num_bytes = weight.nbytes
         self._counted_elsewhere = shared and not can_pack(weight)  # no copy is made: the embedding counts the bytes
         self._packed: Tensor | None = None
+        self.row_order = RowOrder()
 
     @classmethod
     def empty(cls, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device) -> Self:
@@ -51,10 +67,16 @@ class PlainWeight(WeightFormat):
         if self.plain is not None and can_pack(self.plain) and not self.looked_up:
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.plain, EXPECTED_ROWS)
             self.plain = None
+            if self.dtype is torch.float32:
+                self.row_order = self._find_row_order()
 
     @property
     def num_bytes(self) -> int:
         return self._num_bytes
+
+    @property
+    def keeps_row_bits(self) -> bool:
+        return self.row_order.several and self._packed is not None and self.dtype is torch.float32
 
     @property
     def own_bytes(self) -> int:
@@ -92,7 +114,20 @@ class PlainWeight(WeightFormat):
             return self._product_in_kernel(x, fusion)
         if self.batch_invariant and not on_gpu(x.device):
             return Product(in_tiles(lambda rows: self._product_of_torch(rows, fusion.bias), x))
+        if len(x) == 1 and not self.row_order.single:
+            return Product(self._product_of_torch(x.expand(2, -1).contiguous(), fusion.bias)[:1])
         return Product(self._product_of_torch(x, fusion.bias))
+
+    def _find_row_order(self) -> RowOrder:
+        """Compare products of different numbers of rows; those of equal shapes are computed alike."""
+        key = self.out_features, self.in_features, torch.get_num_threads()
+        if key not in _row_orders:
+            x = torch.randn(max(COMPARED_ROWS), self.in_features, generator=torch.Generator().manual_seed(0))
+            products = [self._product_of_torch(x[:count], None) for count in COMPARED_ROWS]
+            singles = [self._product_of_torch(x[row : row + 1], None) for row in range(4)]
+            several = all(torch.equal(product, products[-1][: len(product)]) for product in products)
+            _row_orders[key] = RowOrder(torch.equal(torch.cat(singles), products[-1][:4]), several)
+        return _row_orders[key]
 
     def _product_of_torch(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self._packed is None:

@@ -22,7 +22,7 @@ from chairlift.attention.paged.cpu import as_array
 from chairlift.attention.storage import as_plain, narrowed, widened
 from chairlift.kernels.cpu import simd as cpu_simd
 from chairlift.kernels.cpu.attention import Cache, Score
-from chairlift.kernels.cpu.attention_work import FEW, split_work
+from chairlift.kernels.cpu.attention_work import FEW, share_pieces, split_work
 from chairlift.kernels.cpu.compiling import exp, narrow, widen
 from chairlift.kernels.cpu.decoder import attend_layer, linear
 from chairlift.kernels.cpu.int8 import PackedWeight, Rows, round_row
@@ -350,6 +350,37 @@ def test_a_row_has_the_same_bits_however_a_prompt_is_cut(shape: str, kind: Any) 
     assert np.array_equal(attend([0, count], few=0), whole), "tiles"
     assert np.array_equal(attend(range(count + 1)), whole), "single tokens"
     assert np.array_equal(attend([0, 17, 64, 65, 70, 130, 255, 257, 275, 299, count]), whole), "chunks and drafts"
+
+
+@pytest.mark.parametrize("window", [0, 300])
+def test_pieces_that_rows_share_have_the_same_bits(window: int) -> None:
+    """Some rows share one piece, some two, one none; one sequence has drafts; more rows share than a tile has."""
+    heads, kv_heads, head_dim, block_size, per = 6, 2, 64, 16, 40
+    random, count = np.random.default_rng(5), 72
+    tables = random.permutation(count * per).astype(np.int32).reshape(count, per)
+    tables[1:70, :16] = tables[0, :16]
+    tables[1:6, 16:32] = tables[0, 16:32]
+    tables[71, 0] = tables[0, 0]  # the first block of a piece, but not the others
+    starts = random.integers(515, 600, count)
+    ends = starts + np.where(np.arange(count) == 70, 6, 1)
+    offsets = np.concatenate([[0], np.cumsum(ends - starts)])
+    q = random.normal(size=(offsets[-1], heads, head_dim)).astype(np.float32)
+    k, v = random.normal(size=(2, offsets[-1], kv_heads, head_dim)).astype(np.float32)
+    cache = Cache(*random.normal(size=(2, tables.size, block_size, kv_heads, head_dim)).astype(np.float32), tables)
+    positions = np.concatenate([np.arange(start, end) for start, end in zip(starts, ends, strict=True)])
+    tokens_of = np.repeat(np.arange(count), ends - starts)
+    slots = tables[tokens_of, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    how = Score(np.float32(0.25), window, np.float32(0.0), 0, np.empty(0, np.float32))
+    alone = split_work(offsets, starts, ends, heads, head_dim)
+    shared = share_pieces(alone, tables, block_size)
+    assert sorted(shared.shared.counts.tolist()) == [6, 6, 6, 6, 64]
+    assert len(shared.order) + shared.shared.counts.sum() == len(alone.order)
+    results = [np.empty_like(q) for _ in range(2)]
+    for work, out in zip((alone, shared), results, strict=True):
+        the_team().run(attend_layer, q, k, v, slots, cache, work, how, out)
+    assert np.array_equal(*results)
+    assert share_pieces(alone, tables[:1], block_size) is alone
+    assert share_pieces(alone, tables, 24) is alone, "blocks that do not fill a piece"
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.int8], ids=str)

@@ -19,7 +19,15 @@ from chairlift.attention.interface import AttentionLayer, HostWork, LatentProjec
 from chairlift.attention.sparse import attend_to_chosen, choose_positions
 from chairlift.attention.storage import KVStorage
 from chairlift.kernels.cpu.attention import Cache, Score
-from chairlift.kernels.cpu.attention_work import FEW, FEW_PIECES, PIECE, AttentionWork, split_work, work_by_rows
+from chairlift.kernels.cpu.attention_work import (
+    FEW,
+    FEW_PIECES,
+    PIECE,
+    AttentionWork,
+    share_pieces,
+    split_work,
+    work_by_rows,
+)
 from chairlift.kernels.cpu.decoder import attend_layer
 from chairlift.kernels.cpu.threads import the_team
 
@@ -63,10 +71,11 @@ class PagedCPUStep(StepAttention):
             layout = self.layout
             singles = layout.offsets[-1] == len(layout.ends)  # a row of each sequence
             if singles and len(layout.ends) + sum(layout.ends) // PIECE <= FEW_PIECES:
-                self._work[shape] = work_by_rows(range(len(layout.ends)), layout.ends, *shape)
+                work = work_by_rows(range(len(layout.ends)), layout.ends, *shape)
             else:
                 offsets, starts, ends = (np.asarray(x, np.int64) for x in (layout.offsets, layout.starts, layout.ends))
-                self._work[shape] = split_work(offsets, starts, ends, *shape)
+                work = split_work(offsets, starts, ends, *shape)
+            self._work[shape] = share_pieces(work, layout.tables.numpy(), self.storage.block_size)
         return self._work[shape]
 
     def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:

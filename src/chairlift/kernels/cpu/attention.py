@@ -34,7 +34,15 @@ from chairlift.kernels.cpu.attention_loads import (
     split_query,
     store_row,
 )
-from chairlift.kernels.cpu.attention_work import PIECE, QUERIES, AttentionWork, Partial, Pieces, Tiles
+from chairlift.kernels.cpu.attention_work import (
+    PIECE,
+    QUERIES,
+    AttentionWork,
+    Partial,
+    Pieces,
+    SharedPieces,
+    Tiles,
+)
 from chairlift.kernels.cpu.compiling import FAST, borrowed, compiled, exp, from_sortable, sortable
 from chairlift.kernels.cpu.simd import (
     F32_COLUMNS,
@@ -121,7 +129,8 @@ def attend(shared: Any, members: int, q: Any, cache: Cache, work: AttentionWork,
     kv_heads, head_dim = cache.keys.shape[2], q.shape[2]
     group = q.shape[1] // kv_heads
     padded = (out.shape[2] + F32_COLUMNS - 1) // F32_COLUMNS * F32_COLUMNS
-    queries = QUERIES if tiles.rows.shape[0] > 0 else 1
+    shared_pieces, order = work.shared, borrowed(work.order)
+    queries = QUERIES if tiles.rows.shape[0] + shared_pieces.counts.shape[0] > 0 else 1
     most = max(queries * group, q.shape[1]) + F32_ROWS  # a tile may extend past the last row
     scratch = _Scratch(
         np.zeros((most, head_dim), dtype=np.float32),
@@ -141,22 +150,26 @@ def attend(shared: Any, members: int, q: Any, cache: Cache, work: AttentionWork,
         np.zeros(QUERIES, dtype=np.int64),
     )
     num_tiles = tiles.rows.shape[0] * kv_heads
-    num_pieces = pieces.rows.shape[0]
+    num_large = num_tiles + shared_pieces.counts.shape[0] * kv_heads
+    num_pieces = order.shape[0]
     # Threads share the heads of a piece where there are too few pieces for all threads.
-    shares = min(kv_heads, -(-members // max(1, num_pieces + num_tiles)))
-    total = num_tiles + num_pieces * shares
+    shares = min(kv_heads, -(-members // max(1, num_pieces + num_large)))
+    total = num_large + num_pieces * shares
     item = claim(shared, 1)
     while item < total:
         # Claim the next piece now, to prefetch its first keys; but leave the last ones to threads that are free. Tiles
-        # are long, so that they are claimed one by one.
-        following = claim(shared, 1) if num_tiles <= item and item + members < total else -1
+        # and shared pieces are long, so that they are claimed one by one.
+        following = claim(shared, 1) if num_large <= item and item + members < total else -1
         if item < num_tiles:  # tiles first, the last one first: it has the longest context
             _attend_tile(
                 tiles.rows.shape[0] - 1 - item // kv_heads, item % kv_heads, q, cache, tiles, how, scratch, out
             )
+        elif item < num_large:
+            place, kv_head = (item - num_tiles) // kv_heads, (item - num_tiles) % kv_heads
+            _attend_shared(place, kv_head, q, cache, shared_pieces, pieces, how, partial, scratch, out.shape[2])
         else:
-            piece, share = (item - num_tiles) // shares, (item - num_tiles) % shares
-            next_piece = (following - num_tiles) // shares if num_tiles <= following < total else -1
+            piece, share = order[(item - num_large) // shares], (item - num_large) % shares
+            next_piece = order[(following - num_large) // shares] if num_large <= following < total else -1
             begin, end = share * kv_heads // shares, (share + 1) * kv_heads // shares
             _attend_piece(piece, next_piece, begin, end, q, cache, pieces, how, partial, scratch, out)
         item = following if following >= 0 else claim(shared, 1)
@@ -479,6 +492,43 @@ def _attend_tile(
     for row in range(rows):
         to, head = first_row + row // group, kv_head * group + row % group
         _finish_row(merged, row, merged_peaks[row], merged_totals[row], sinks, out, to, head)
+
+
+@compiled()
+def _attend_shared(
+    place: int,
+    kv_head: int,
+    q: Any,
+    cache: Cache,
+    shared: SharedPieces,
+    pieces: Pieces,
+    how: Score,
+    partial: Partial,
+    scratch: Any,
+    value_dim: int,
+) -> None:
+    """Compute a span that several rows have in common, as their pieces."""
+    first, tokens, start, sequence = (
+        shared.firsts[place],
+        shared.counts[place],
+        shared.starts[place],
+        shared.sequences[place],
+    )
+    group = q.shape[1] // cache.keys.shape[2]
+    own, token_rows, positions = shared.pieces, scratch.rows, scratch.positions
+    for token in range(tokens):
+        token_rows[token], positions[token] = pieces.rows[own[first + token]], pieces.lengths[own[first + token]] - 1
+    _load_tile(q, tokens, kv_head, group, cache, how, scratch)
+    low = _first_visible(positions[0], how.window, how.chunk) // KEYS * KEYS
+    sums, peaks, totals = scratch.sums, scratch.peaks, scratch.totals
+    end = start + PIECE
+    _attend_span(max(start, low), end, tokens, kv_head, group, cache, sequence, how, scratch, sums, peaks, value_dim)
+    for row in range(tokens * group):
+        piece, head = own[first + row // group], kv_head * group + row % group
+        partial.peaks[piece, head] = peaks[row]
+        partial.totals[piece, head] = sum_of_lanes(totals.ctypes.data + row * F32_LANES * 4)
+        for i in range(value_dim):
+            partial.sums[piece, head, i] = sums[row, i]
 
 
 @compiled()

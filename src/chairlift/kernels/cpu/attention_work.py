@@ -32,7 +32,19 @@ class Tiles(NamedTuple):
     positions: np.ndarray  # position of the first row
 
 
+class SharedPieces(NamedTuple):
+    """Spans that are computed once for the rows of several sequences, whose tables have the same blocks there. All
+    int64."""
+
+    sequences: np.ndarray  # [shared]: one of the sequences
+    starts: np.ndarray  # [shared]: first position, of PIECE
+    firsts: np.ndarray  # [shared]: where its pieces begin in `pieces`
+    counts: np.ndarray  # [shared]: number of pieces, one for each row
+    pieces: np.ndarray  # [n]: pieces, by the position of their rows
+
+
 _NO_TILES = Tiles(*(np.empty(0, dtype=np.int64) for _ in Tiles._fields))
+NO_SHARED_PIECES = SharedPieces(*(np.empty(0, dtype=np.int64) for _ in SharedPieces._fields))
 
 
 class Partial(NamedTuple):
@@ -50,6 +62,8 @@ class AttentionWork(NamedTuple):
     tiles: Tiles
     partial: Partial
     several: np.ndarray  # [T] int64: first piece of a row that has several, else -1
+    order: np.ndarray  # int64: pieces that are computed one by one, in this order
+    shared: SharedPieces
 
 
 def split_work(
@@ -78,7 +92,8 @@ def split_work(
         sequence,
         starts[sequence] + skipped,
     )
-    return AttentionWork(pieces, tiles, _room_for_partial(len(of) if len(first) else 0, heads, value_dim), several)
+    partial = _room_for_partial(len(of) if len(first) else 0, heads, value_dim)
+    return AttentionWork(pieces, tiles, partial, several, np.arange(len(of)), NO_SHARED_PIECES)
 
 
 FEW_PIECES = 64  # `work_by_rows` takes as long as `split_work` with some 100 pieces: 40 us.
@@ -94,11 +109,47 @@ def work_by_rows(sequences: Sequence[int], lengths: Sequence[int], heads: int, v
     ]
     pieces = Pieces(*np.array(found, dtype=np.int64).T.copy())
     several = np.full(len(sequences), -1, dtype=np.int64)
+    order = np.arange(len(found))
     if len(found) == len(sequences):
-        return AttentionWork(pieces, _NO_TILES, _room_for_partial(0, heads, value_dim), several)
+        partial = _room_for_partial(0, heads, value_dim)
+        return AttentionWork(pieces, _NO_TILES, partial, several, order, NO_SHARED_PIECES)
     first = np.flatnonzero((pieces.starts == 0) & (pieces.counts > 1))
     several[pieces.rows[first]] = first
-    return AttentionWork(pieces, _NO_TILES, _room_for_partial(len(found), heads, value_dim), several)
+    partial = _room_for_partial(len(found), heads, value_dim)
+    return AttentionWork(pieces, _NO_TILES, partial, several, order, NO_SHARED_PIECES)
+
+
+FEWEST_SHARING = 4  # Fewer rows are faster one by one.
+
+
+def share_pieces(work: AttentionWork, tables: np.ndarray, block_size: int) -> AttentionWork:
+    """The same work with pieces that lie in the same blocks of several rows computed once: requests behind a common
+    prompt, the completions of one, beams, and a token with its drafts."""
+    pieces = work.pieces
+    if PIECE % block_size or len(work.several) < FEWEST_SHARING or len(tables) < 2:
+        return work
+    sequences, rows_of = np.unique(pieces.sequences[pieces.starts == 0], return_counts=True)
+    if len(np.unique(tables[sequences, 0])) == len(sequences) and rows_of.max(initial=0) < FEWEST_SHARING:
+        return work  # A prefix that is shared is so from its first block on.
+    whole = np.flatnonzero((pieces.starts + PIECE <= pieces.lengths) & (pieces.counts > 1))
+    first_blocks = pieces.starts[whole] // block_size
+    blocks = tables[pieces.sequences[whole][:, None], first_blocks[:, None] + np.arange(PIECE // block_size)]
+    _, example, group = np.unique(blocks[:, 0], return_index=True, return_inverse=True)
+    same = (blocks == blocks[example[group]]).all(axis=1)
+    sizes = np.bincount(group[same], minlength=len(example))
+    parts = []
+    for index in np.flatnonzero(sizes >= FEWEST_SHARING):
+        members = whole[same & (group == index)]
+        members = members[np.argsort(pieces.lengths[members], kind="stable")]
+        parts += [members[first : first + QUERIES] for first in range(0, len(members), QUERIES)]
+    if not parts:
+        return work
+    first, counts = np.array([part[0] for part in parts]), np.array([len(part) for part in parts])
+    together = np.concatenate(parts)
+    shared = SharedPieces(pieces.sequences[first], pieces.starts[first], np.cumsum(counts) - counts, counts, together)
+    alone = np.ones(len(pieces.rows), dtype=bool)
+    alone[together] = False
+    return work._replace(order=np.flatnonzero(alone), shared=shared)
 
 
 def _room_for_partial(pieces: int, heads: int, value_dim: int) -> Partial:

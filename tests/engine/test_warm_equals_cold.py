@@ -29,7 +29,7 @@ def prompts() -> list[list[int]]:
     """The second half begin as the longest one does, and end at other places of its blocks."""
     generator = torch.Generator().manual_seed(0)
     own = [torch.randint(3, 300, (length,), generator=generator).tolist() for length in LENGTHS]
-    return own[:4] + [own[3][: length - 1] + [5] for length in LENGTHS[4:]]
+    return own[:4] + [[*own[3][: length - 1], 5] for length in LENGTHS[4:]]
 
 
 def generate(

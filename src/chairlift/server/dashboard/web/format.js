@@ -48,6 +48,7 @@ const WAIT_WORDS = {
   adapter: "its adapter is being loaded",
   adapter_memory: "its adapter has no room yet",
   prefix: "another computes the same prefix",
+  loading: "its prefix is being loaded from a tier",
 };
 
 export function waitWords(reason) {

@@ -18,8 +18,8 @@ from chairlift.core.targets import Targets
 from chairlift.speculation.control.controller import SpeculationController
 from chairlift.speculation.control.payoff import Pace, SpeculationTuning
 from chairlift.speculation.proposers.base import LEVELS, Draft, DraftTerms, Proposer
-from tests.core.driving import deterministic_token, make_request, make_scheduler, run_plan, run_to_end
-from tests.speculation.drafting import FixedProposer, fixed_length
+from tests.core.driving import deterministic_token, make_request, make_scheduler, run_plan, run_to_end, step
+from tests.speculation.drafting import FixedProposer, continue_deterministically, fixed_length
 
 TUNING = SpeculationTuning()
 
@@ -198,6 +198,26 @@ def test_a_request_whose_blocks_are_copied_in_the_step_gets_no_drafts(copies: tu
     builder.add_decode(request, scheduler.kv.table(request), copies)
     fixed_length(FixedProposer(lambda _, length: [998] * length), 5).add_drafts(scheduler.state, builder)
     assert len(builder.chunks["a"].drafts) == (0 if copies else 5)
+
+
+def test_output_that_is_recomputed_token_by_token_gets_drafts_only_behind_its_last_token() -> None:
+    speculation = fixed_length(FixedProposer(continue_deterministically, 5), 3)
+    scheduler = make_scheduler(max_prefill_tokens=1, prefix_caching=False, speculation=speculation)
+    request = make_request("a", 2, 12)
+    scheduler.submit(request, 0.0)
+    while request.num_output < 6:
+        step(scheduler)
+    scheduler.abandon(scheduler.schedule(0.0), 0.0)
+    plans = run_to_end(scheduler)
+    known = [chunk for plan in plans for chunk in plan.chunks if not chunk.samples]
+    assert len(known) >= 7
+    assert not any(chunk.drafts for chunk in known)
+    assert any(plan.num_drafts for plan in plans)
+    alone = make_scheduler()
+    expected = make_request("a", 2, 12)
+    alone.submit(expected, 0.0)
+    run_to_end(alone)
+    assert request.output == expected.output
 
 
 def test_steps_of_extra_work_are_compared_with_nothing() -> None:

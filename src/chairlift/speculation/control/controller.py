@@ -236,9 +236,10 @@ class SpeculationController:
 
 def _may_have_drafts(chunk: Chunk, plan: PlanBuilder) -> bool:
     """Only requests whose blocks are final: a proposer may read and write them before the copies of the step are made.
-    No beams: the search chooses their next tokens, not the sampler."""
+    No beams: the search chooses their next tokens, not the sampler. Drafts follow the last known token, and a preempted
+    request may recompute its output token by token."""
     request = chunk.request
-    if not chunk.decodes or chunk.copies or request.group is not None:
+    if not (chunk.decodes and chunk.samples) or chunk.copies or request.group is not None:
         return False
     return not any(swap.request is request for swap in plan.swap_ins)
 

@@ -18,10 +18,10 @@ from chairlift.core.kv.swap import SwapSpace
 from chairlift.core.kv.windowed_cache import FULL, GroupedCache, Reach, WindowedCache, make_cache
 from chairlift.core.request import Request
 from chairlift.speculation.control.controller import SpeculationController
-from tests.core.driving import make_request, make_scheduler, run_pipelined, run_to_end
+from tests.core.driving import make_request, make_scheduler, run_pipelined, run_to_end, settled_forecast
 from tests.core.memory_model import MemoryModel
 from tests.core.test_pipelined import outcome, submit_all
-from tests.core.test_properties import SCHEDULERS, FlakyKVCache, Workload
+from tests.core.test_properties import BUDGET_NAMES, SCHEDULERS, FlakyKVCache, Workload
 from tests.repeatable import examples
 from tests.speculation.drafting import RandomProposer, continue_deterministically
 
@@ -53,7 +53,13 @@ REACHES = WINDOWS.map(lambda reach: (reach,)) | st.lists(WINDOWS | st.just(FULL)
 class WindowedWorkload(Workload):
     """The workload of the scheduler's own property tests, with groups of layers, and with or without drafts."""
 
-    @initialize(**SCHEDULERS, reaches=REACHES, length=st.integers(0, 5), seed=st.integers(0, 1000))
+    @initialize(
+        **SCHEDULERS,
+        budget=st.sampled_from(BUDGET_NAMES),
+        reaches=REACHES,
+        length=st.integers(0, 5),
+        seed=st.integers(0, 1000),
+    )
     def start(self, **options: Any) -> None:
         proposer = RandomProposer(continue_deterministically, seed=options["seed"])
         length, reaches = options["length"], options["reaches"]
@@ -67,6 +73,8 @@ class WindowedWorkload(Workload):
             partial(flaky_cache, reaches=reaches, step_tokens=options["tokens"]),
             **options["strategy"],
             swap=SwapSpace(options["host_slots"]),
+            budget=options["budget"],
+            forecast=None if options["strategy"]["order"] != "slack" else settled_forecast(),
             speculation=SpeculationController(proposer, draft_length=length) if length else None,
         )
         self.kv = self.scheduler.kv

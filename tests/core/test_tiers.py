@@ -24,7 +24,7 @@ from chairlift.speculation.control.controller import SpeculationController
 from tests.core.driving import events_of, make_request, make_scheduler, run_to_end, with_states
 from tests.core.driving import step as run_step
 from tests.core.memory_model import MemoryModel
-from tests.core.test_properties import SCHEDULERS, FlakyHybridCache, FlakyKVCache, Workload
+from tests.core.test_properties import BUDGET_NAMES, SCHEDULERS, FlakyHybridCache, FlakyKVCache, Workload
 from tests.repeatable import examples
 from tests.speculation.drafting import RandomProposer, continue_deterministically
 
@@ -100,6 +100,7 @@ class TieredWorkload(Workload):
 
     @initialize(
         **{name: strategy for name, strategy in SCHEDULERS.items() if name != "caching"},
+        budget=st.sampled_from(BUDGET_NAMES),
         num_slots=st.none() | st.integers(2, 20),
         host=st.integers(0, 400),
         disk=st.none() | st.integers(0, 800),
@@ -114,8 +115,6 @@ class TieredWorkload(Workload):
         if num_slots is not None:
             kv_class = partial(with_states, num_slots=num_slots, snapshot_interval=4, kv_class=FlakyHybridCache)
             options["host_slots"] = 0
-        if options["host_slots"]:
-            length = 0
         super().start(
             options["num_blocks"],
             options["block_size"],
@@ -125,6 +124,7 @@ class TieredWorkload(Workload):
             True,
             options["strategy"],
             options["host_slots"],
+            options["budget"],
             kv_class=kv_class,
             speculation=SpeculationController(
                 RandomProposer(continue_deterministically, seed=options["seed"]), draft_length=length

@@ -16,9 +16,11 @@ from hypothesis.stateful import initialize
 from chairlift.core.integrity import check_quiescent
 from chairlift.core.kv.swap import SwapSpace
 from chairlift.core.kv.windowed_cache import FULL, GroupedCache, Reach, WindowedCache, make_cache
+from chairlift.core.plan import PlanBuilder, StepLimits
 from chairlift.core.request import Request
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.speculation.control.controller import SpeculationController
-from tests.core.driving import make_request, make_scheduler, run_pipelined, run_to_end, settled_forecast
+from tests.core.driving import make_request, make_scheduler, run_pipelined, run_to_end, settled_forecast, step
 from tests.core.memory_model import MemoryModel
 from tests.core.test_pipelined import outcome, submit_all
 from tests.core.test_properties import BUDGET_NAMES, SCHEDULERS, FlakyKVCache, Workload
@@ -123,3 +125,24 @@ def test_what_comes_from_host_memory_is_indexed_only_where_it_is_held() -> None:
     window = kv.windows[0]
     assert len(kv.index) == 7
     assert set(window.index.blocks()) == set(window.held(request)[:3])
+
+
+@pytest.mark.parametrize("reaches", [(FULL, Reach(window=6)), (Reach(window=6),)])
+@pytest.mark.parametrize("num_prompt", [13, 14, 15, 16])
+def test_a_leader_comes_back_from_host_memory_with_what_its_own_tokens_see(
+    num_prompt: int, reaches: Sequence[Reach]
+) -> None:
+    """While it runs, it keeps blocks for completions that have not forked yet, too; those are not copied."""
+    cache = partial(make_cache, reaches=reaches, step_tokens=64)
+    scheduler = make_scheduler(60, 4, kv_class=cache, swap=SwapSpace(50))
+    leader = make_request("a", num_prompt, 12, params=SamplingParams(max_tokens=12, n=2))
+    scheduler.submit(leader, 0.0)
+    while leader.num_output < 4:
+        step(scheduler)
+        scheduler.state.preempt(leader, 0.0, PlanBuilder(StepLimits.most(64)))
+        evicted = scheduler.kv.pool.take(scheduler.kv.num_free)
+        assert evicted is not None
+        scheduler.kv.pool.release(evicted)
+    run_to_end(scheduler)
+    assert leader.num_output == 12
+    check_quiescent(scheduler)

@@ -199,7 +199,11 @@ class WindowedCache(KVCache):
 
     def release_unseen(self, request: Request) -> None:
         """Release the blocks that no further token of `request` sees."""
-        first, needed = self._first[request.id], self._first_needed(self._needed_from(request))
+        self.release_before(request, self._first_needed(self._needed_from(request)))
+
+    def release_before(self, request: Request, needed: int) -> None:
+        """Release the blocks before the position `needed`."""
+        first = self._first[request.id]
         if needed <= first:
             return
         table = self._tables[request.id]
@@ -221,7 +225,7 @@ class WindowedCache(KVCache):
         return range(self._first_needed(request.num_computed), self.blocks_for(request.num_computed))
 
     def restore(self, request: Request) -> dict[Place, int] | None:
-        self.release_unseen(request)
+        self.release_before(request, self.needed(request).start)  # Host memory has no block before it.
         return super().restore(request)
 
     def release(self, request: Request) -> None:
@@ -365,7 +369,7 @@ class GroupedCache(KVCache):
 
     def restore(self, request: Request) -> dict[Place, int] | None:
         for cache in self.windows:
-            cache.release_unseen(request)
+            cache.release_before(request, cache.needed(request).start)
         if sum(cache.num_to_restore(request) for cache in self.caches) > self.num_free:
             return None
         restored = super().restore(request)

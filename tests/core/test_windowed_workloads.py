@@ -146,3 +146,22 @@ def test_a_leader_comes_back_from_host_memory_with_what_its_own_tokens_see(
     run_to_end(scheduler)
     assert leader.num_output == 12
     check_quiescent(scheduler)
+
+
+def test_no_request_waits_for_blocks_before_the_window_that_a_request_started_with() -> None:
+    cache = partial(make_cache, reaches=(Reach(window=8),), step_tokens=64)
+    scheduler = make_scheduler(40, 4, max_prefill_tokens=8, kv_class=cache)
+    first = list(range(100, 141))
+    scheduler.submit(make_request("a", first, 2), 0.0)
+    run_to_end(scheduler)
+    pool = scheduler.kv.pool
+    evicted = pool.take(pool.num_free - 2)
+    assert evicted is not None
+    pool.release(evicted)
+    long, short = make_request("b", [*first, 1, 2, 3, 4], 90), make_request("c", [*first[:14], 5, 6, 7], 1)
+    scheduler.submit(long, 0.0)
+    step(scheduler)
+    assert long.num_computed > 40, "it has started with the last blocks, which are all that is left"
+    scheduler.submit(short, 0.0)
+    step(scheduler)
+    assert scheduler.why_waiting("c") is None

@@ -140,7 +140,7 @@ class KVCache(Resource):
     def claim(self, request: Request) -> None:
         """Announce the blocks that `request` will compute; requests with the same prefix then wait for them."""
         if self.prefix_caching:
-            self.index.claim(request)
+            self.index.claim(request, self.first_held(request))
 
     def can_fork(self, parent: Request, num_tokens: int) -> bool:
         """Whether `parent` still holds what a request that starts after its first `num_tokens` tokens needs."""

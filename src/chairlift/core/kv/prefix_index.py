@@ -159,11 +159,12 @@ class PrefixIndex:
         """Whether the block is indexed or being computed."""
         return digest in self._claims or digest in self._block_of
 
-    def claim(self, request: Request) -> None:
-        """Record the blocks that `request` is about to compute, so that other requests wait for them."""
+    def claim(self, request: Request, first: int = 0) -> None:
+        """Record the blocks that `request` is about to compute, none of them before the position `first`, so that other
+        requests wait for them."""
         self._claimants.add(request.id)
         num_full = request.num_known // self.block_size
-        for digest in self.digests(request, num_full)[:num_full]:
+        for digest in self.digests(request, num_full)[first:num_full]:
             if digest not in self._block_of:
                 self._claims.setdefault(digest, request.id)
 

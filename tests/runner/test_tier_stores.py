@@ -8,6 +8,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -350,6 +351,28 @@ def test_what_is_dropped_is_gone(mover: ThreadedMover, parts: FakeDevice, tmp_pa
     reports = wait_for_reports(mover, 4)
     assert [report for report in reports if isinstance(report, Lost)] == [Lost(HOST, key(1)), Lost(DISK, key(1))]
     assert not parts.parts
+    assert file_of(tmp_path, key(2))
+
+
+def test_removing_files_takes_no_time_of_the_caller(
+    mover: ThreadedMover, parts: FakeDevice, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    saved(mover, parts, 1, 2)
+    wait_until_written(mover)
+    released = threading.Event()
+    evict = DiskStore.evict
+
+    def slow(store: DiskStore, part: PartKey) -> None:
+        released.wait()
+        evict(store, part)
+
+    monkeypatch.setattr(DiskStore, "evict", slow)
+    mover.drop(DISK, [key(1), key(2)])
+    saved(mover, parts, 2)  # It is written after its older file was removed.
+    assert file_of(tmp_path, key(1))
+    released.set()
+    wait_until_written(mover)
+    assert not list(tmp_path.rglob(f"{key(1).digest.hex()}*"))
     assert file_of(tmp_path, key(2))
 
 

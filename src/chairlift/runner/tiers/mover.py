@@ -1,7 +1,7 @@
 """Moves parts of blocks between the device and the stores of the tiers.
 
-Parts are read from the device when they are saved. All else is done by two threads: one loads, the other writes files,
-so a slow disk delays loads of other parts as little as possible, and the engine never.
+Parts are read from the device when they are saved. All else is done by two threads: one loads, the other writes and
+removes files, so a slow disk delays loads of other parts as little as possible, and the engine never.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import islice
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -23,8 +22,7 @@ from chairlift.runner.tiers.stores import Data, DiskStore, HostStore
 log = logging.getLogger("chairlift")
 
 HOST, DISK = "host", "disk"
-MAX_QUEUED_BYTES = 256 << 20  # bytes that wait to be written; what is saved beyond them is not written
-BATCH = 64  # parts that the writer takes at once
+MAX_QUEUED_BYTES = 256 << 20  # bytes that wait to be written; what is saved beyond them is lost
 CLOSING_SECONDS = 10.0  # for writing what is queued when the engine ends
 PAUSE_AFTER_ERROR = 5.0  # seconds in which nothing is written after a write failed, as on a full disk
 NICENESS = 10  # of the writing thread: computing goes first
@@ -51,7 +49,8 @@ class ThreadedMover(TierMover):
         self._reports: deque[Lost | LoadEnded] = deque()
         self._news = threading.Event()
         self._loads: SimpleQueue[tuple[int, list[tuple[str, PartMove, Data | None]]] | None] = SimpleQueue()
-        self._lock = threading.Condition()  # guards the next three
+        self._lock = threading.Condition()  # guards the next four
+        self._unremoved: dict[PartKey, None] = {}  # Their files are removed before anything else is written.
         self._unwritten: dict[PartKey, Data] = {}  # in the order of writing
         self._num_queued = 0  # bytes of these
         self._closing = False
@@ -73,11 +72,15 @@ class ThreadedMover(TierMover):
         self._loads.put((load_id, [(tier, move, self._in_memory(tier, move.key)) for tier, move in moves]))
 
     def drop(self, tier: str, keys: Sequence[PartKey]) -> None:
-        for key in keys:
-            if tier == HOST and self._host is not None:
+        if tier == HOST and self._host is not None:
+            for key in keys:
                 self._host.evict(key)
-            elif tier == DISK and self._disk is not None:
-                self._forget(key)
+        elif tier == DISK and self._disk is not None:
+            with self._lock:
+                for key in keys:
+                    self._num_queued -= len(self._unwritten.pop(key, b""))
+                    self._unremoved[key] = None
+                self._lock.notify_all()
 
     def reports(self) -> Sequence[Lost | LoadEnded]:
         self._news.clear()
@@ -150,49 +153,36 @@ class ThreadedMover(TierMover):
                 return
         self._report(Lost(DISK, key))
 
-    def _forget(self, key: PartKey) -> None:
-        """Remove a part from the disk, or from those that wait to be written."""
-        assert self._disk is not None
-        with self._lock:
-            data = self._unwritten.pop(key, None)
-            if data is not None:
-                self._num_queued -= len(data)
-        self._disk.evict(key)
-
     def _run_writes(self) -> None:
+        assert self._disk is not None
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         paused_until = 0.0
-        while batch := self._next_batch():
-            for key, data in batch:
-                try:
-                    if time.monotonic() < paused_until:
-                        raise OSError("the last write failed a moment ago")
-                    self._write(key, data)
-                except Exception as error:
-                    if time.monotonic() >= paused_until:
-                        log.warning(f"tier       blocks are not written to disk for a while: {error}")
-                        paused_until = time.monotonic() + PAUSE_AFTER_ERROR
-                    self._report(Lost(DISK, key))
-                finally:
-                    with self._lock:
-                        if self._unwritten.pop(key, None) is not None:
-                            self._num_queued -= len(data)
+        while (work := self._next_work()) is not None:
+            removed, part = work
+            for key in removed:
+                self._disk.evict(key)
+            if part is None:
+                continue
+            key, data = part
+            try:
+                if time.monotonic() < paused_until:
+                    raise OSError("the last write failed a moment ago")
+                self._disk.put(key, data)
+            except Exception as error:
+                if time.monotonic() >= paused_until:
+                    log.warning(f"tier       blocks are not written to disk for a while: {error}")
+                    paused_until = time.monotonic() + PAUSE_AFTER_ERROR
+                self._report(Lost(DISK, key))
+            with self._lock:
+                if self._unwritten.get(key) is data:  # It was not dropped meanwhile.
+                    self._num_queued -= len(self._unwritten.pop(key))
 
-    def _next_batch(self) -> list[tuple[PartKey, Data]]:
-        """The parts that have waited longest; none once the engine ends and all are written."""
+    def _next_work(self) -> tuple[list[PartKey], tuple[PartKey, Data] | None] | None:
+        """The files to remove, and then the part that has waited longest; None once the engine ends and all is done."""
         with self._lock:
-            while not self._unwritten and not self._closing:
+            while not self._unwritten and not self._unremoved and not self._closing:
                 self._lock.wait()
-            return list(islice(self._unwritten.items(), BATCH))
-
-    def _write(self, key: PartKey, data: Data) -> None:
-        assert self._disk is not None
-        with self._lock:
-            if key not in self._unwritten:  # dropped meanwhile
-                return
-        self._disk.put(key, data)
-        with self._lock:
-            if key in self._unwritten:
-                return
-        self._disk.evict(key)  # dropped while it was written
+            removed, self._unremoved = list(self._unremoved), {}
+            part = next(iter(self._unwritten.items()), None)
+            return None if part is None and not removed else (removed, part)

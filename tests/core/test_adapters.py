@@ -133,6 +133,8 @@ def test_salts_differ_by_name_version_weight_and_the_given_salt() -> None:
     salts = [
         salted("", ()),
         salted("x", ()),
+        salted(salted("", [AdapterUse(one)]), ()),  # a salt that reads like that of an adapter
+        salted("\0x", ()),
         salted("", [AdapterUse(one)]),
         salted("x", [AdapterUse(one)]),
         salted("", [AdapterUse(other)]),

@@ -73,8 +73,8 @@ class AdapterUser(Protocol):
 
 def salted(cache_salt: str, adapters: Sequence[AdapterUse]) -> str:
     """The salt of a request's blocks: requests share them only if their adapters and their versions are the same."""
-    if not adapters:
-        return cache_salt
+    if not adapters:  # No salt that a client chooses may read like that of an adapter.
+        return f"\0{cache_salt}" if "\0" in cache_salt else cache_salt
     return "\0".join(("lora", *(f"{use.adapter.key}*{use.weight!r}" for use in adapters), cache_salt))
 
 

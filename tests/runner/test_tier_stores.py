@@ -222,6 +222,43 @@ def test_files_can_be_verified_without_a_model(tmp_path: Path) -> None:
     assert intact == {key(0), key(2)}
 
 
+@pytest.mark.parametrize("kind", ["link", "pipe", "deeply nested", "huge"])
+def test_no_file_of_a_folder_stops_a_start_or_a_check(tmp_path: Path, kind: str) -> None:
+    store = opened(tmp_path)
+    store.put(key(1), data(1))
+    store.close()
+    about, part = tmp_path / store.fingerprint / "about.json", file_of(tmp_path, key(1))
+    about.unlink()
+    if kind == "link":
+        about.symlink_to("/dev/zero")
+    elif kind == "pipe":
+        os.mkfifo(about)
+    elif kind == "deeply nested":
+        about.write_text("[" * 60_000)
+    else:
+        header = part.read_bytes()[:88] + (1 << 42).to_bytes(8, "little")
+        part.write_bytes(header.replace(header[:1], b"?"))
+        os.truncate(part, (1 << 42) + OVERHEAD)  # no memory has room for it
+    lock, secret = open_folder(tmp_path)
+    (model,) = scan(tmp_path)
+    assert model.about == {}
+    assert [is_intact(file, model.fingerprint, secret) for file in model.files] == [kind != "huge"]
+    os.close(lock)
+    if kind in ("link", "pipe"):
+        about.unlink()
+    assert len(opened(tmp_path).found) == (kind != "huge")
+
+
+def test_a_folder_that_could_not_be_opened_is_not_in_use(tmp_path: Path) -> None:
+    opened(tmp_path).close()
+    (tmp_path / "key").unlink()
+    (tmp_path / "key").mkdir()
+    with pytest.raises(InvalidParameter, match="kv_disk"):
+        opened(tmp_path)
+    (tmp_path / "key").rmdir()
+    opened(tmp_path).close()
+
+
 # ---- the mover ------------------------------------------------------------------------------------------------------
 
 

@@ -42,6 +42,7 @@ HEADER = struct.Struct("<16s32s32s8sQ")  # magic, fingerprint, digest, part, num
 SIGNATURE_BYTES = 32
 OVERHEAD = HEADER.size + SIGNATURE_BYTES
 PARTIAL = ".partial"
+PIECE = 1 << 16  # bytes of a file that are read at once where its length is not known to be right
 _NAME = re.compile(r"([0-9a-f]{64})\.([a-z0-9]{1,8})")
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}")
 
@@ -119,12 +120,16 @@ class DiskStore(PartStore):
             self._root = private_folder(folder)
             self._root.chmod(0o700)
             self._lock = _lock(self._root)
+        except OSError as error:
+            raise InvalidParameter("kv_disk", str(error)) from None
+        self.fingerprint = fingerprint(about)
+        self._folder = self._root / self.fingerprint
+        try:
             self._secret = _read_secret(self._root)
-            self.fingerprint = fingerprint(about)
-            self._folder = self._root / self.fingerprint
             self._folder.mkdir(mode=0o700, exist_ok=True)
             _write_private(self._folder / "about.json", json.dumps(about, indent=1, default=str).encode())
         except OSError as error:
+            self.close()
             raise InvalidParameter("kv_disk", str(error)) from None
         others = list[PartFile]()
         self._own: dict[PartKey, int] = {}
@@ -223,7 +228,7 @@ class DiskStore(PartStore):
         return data if hmac.compare_digest(self._sign(header, data), content[-SIGNATURE_BYTES:]) else None
 
     def _sign(self, header: bytes, data: Data) -> bytes:
-        return _signature(self._secret, header, data)
+        return _signature(self._secret, header, hashlib.sha256(data))
 
 
 def fingerprint(about: Mapping[str, Any]) -> str:
@@ -262,16 +267,25 @@ def _part_files(folder: str, remove_partial: bool) -> Iterator[PartFile]:
 
 def is_intact(file: PartFile, model: str, secret: bytes) -> bool:
     """Whether a file has the content that its name says, signed with the key of its folder."""
+    left = file.num_bytes - OVERHEAD
+    if left < 0:
+        return False
+    header = HEADER.pack(MAGIC, bytes.fromhex(model), file.key.digest, file.key.part.encode(), left)
+    digest = hashlib.sha256()
     try:
-        content = _read_file(file.path, file.num_bytes)
+        with os.fdopen(open_private(file.path), "rb") as content:
+            if content.read(HEADER.size) != header:
+                return False
+            while left:  # It may be larger than memory, whatever it is.
+                piece = content.read(min(left, PIECE))
+                if not piece:
+                    return False
+                digest.update(piece)
+                left -= len(piece)
+            signature = content.read(SIGNATURE_BYTES + 1)
     except OSError:
         return False
-    if content is None or len(content) < OVERHEAD:
-        return False
-    data = content[HEADER.size : -SIGNATURE_BYTES]
-    header = HEADER.pack(MAGIC, bytes.fromhex(model), file.key.digest, file.key.part.encode(), len(data))
-    signature = _signature(secret, header, data)
-    return content[: HEADER.size] == header and hmac.compare_digest(signature, content[-SIGNATURE_BYTES:])
+    return hmac.compare_digest(_signature(secret, header, digest), signature)
 
 
 def open_folder(root: Path) -> tuple[int, bytes]:
@@ -318,8 +332,9 @@ def _write_private(path: Path, data: bytes) -> None:
 
 def _read_about(path: Path) -> Mapping[str, Any]:
     try:
-        about = json.loads(path.read_bytes()[: 1 << 16])
-    except (OSError, ValueError):
+        with os.fdopen(open_private(path), "rb") as file:
+            about = json.loads(file.read(PIECE))
+    except (OSError, ValueError, RecursionError):
         return {}
     return about if isinstance(about, dict) else {}
 
@@ -347,8 +362,9 @@ def _write_all(file: int, data: memoryview) -> None:
         data = data[os.write(file, data) :]
 
 
-def _signature(secret: bytes, header: bytes, data: Data) -> bytes:
-    return hmac.digest(secret, header + hashlib.sha256(data).digest(), "sha256")
+def _signature(secret: bytes, header: bytes, digest: hashlib._Hash) -> bytes:
+    """The signature of a part, given its header and the hash of its bytes."""
+    return hmac.digest(secret, header + digest.digest(), "sha256")
 
 
 def _remove(path: Path) -> None:

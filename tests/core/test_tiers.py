@@ -244,6 +244,26 @@ def test_a_load_outlives_its_request() -> None:
     assert not mover.loading
 
 
+def test_a_request_with_the_id_of_one_that_ended_while_loading_keeps_its_claims() -> None:
+    scheduler, _, _ = tiered(num_blocks=16, steps=4, max_prefill_tokens=4)
+    first, other = list(range(100, 117)), list(range(900, 921))
+    run_one(scheduler, "a", first)
+    run_one(scheduler, "b", 60)
+    scheduler.submit(make_request("c", first, new=1), 0.0)
+    run_step(scheduler)
+    scheduler.finish("c", Ending(FinishReason.CANCELLED), 0.0)
+    scheduler.submit(make_request("c", other, new=1), 0.0)
+    while scheduler.kv.loads:
+        run_step(scheduler)
+    assert scheduler.get("c") is not None
+    scheduler.finish("c", Ending(FinishReason.CANCELLED), 0.0)
+    scheduler.submit(make_request("d", other, new=1), 0.0)
+    run_step(scheduler)
+    assert scheduler.why_waiting("d") is None
+    run_to_end(scheduler)
+    check_quiescent(scheduler)
+
+
 @pytest.mark.parametrize(("seconds_per_token", "cached"), [(1.0, 16), (1e-12, 4)])
 def test_the_faster_of_loading_and_computing_is_chosen(seconds_per_token: float, cached: int) -> None:
     scheduler, mover, tiers = tiered()

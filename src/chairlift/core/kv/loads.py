@@ -234,7 +234,7 @@ class Loads:
         """Index what was loaded intact, and release what the load holds."""
         kv, request = self._kv, load.request
         intact = next((n for n, key in enumerate(load.keys) if key in loaded.failed), len(load.keys))
-        if not load.overdue:
+        if not load.overdue and request.ending is None:  # Another request may have the id of one that has ended.
             kv.index.drop_claims(request)
         inserted = kv.index.insert(request, load.first, load.blocks[:intact])
         kv.pool.mark_cached(inserted)

@@ -35,6 +35,17 @@ def byte_level_tokenizer(vocab_size: int = 320, more_special: Sequence[str] = ()
     return tokenizer
 
 
+def write_windowed_checkpoint(folder: Path) -> Path:
+    """Write a random Gemma 3 model with one layer that sees all tokens and six that see a window of eight."""
+    from tests.loading.tiny_models import save_model
+
+    tokenizer = byte_level_tokenizer()
+    save_model("gemma3", folder, vocab_size=tokenizer.get_vocab_size())
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    return folder
+
+
 def write_tiny_checkpoint(
     folder: Path,
     *,

@@ -171,13 +171,15 @@ class MemoryPlan:
         ]
 
     def _group_lines(self) -> list[str]:
-        """The layers of each group, and the block tables of a request."""
-        if self.placement is None:
-            return []
+        return [f"           {self.describe_groups()}"] if self.placement is not None else []
+
+    def describe_groups(self) -> str:
+        """The layers of each group, and the block tables of a request, in words."""
+        assert self.placement is not None
         counts = Counter(self.placement.reaches[table] for table in self.placement.tables)
         groups = [f"{count} layers with {reach.words}" for reach, count in counts.items()]
         tables = f", in {self.placement.num_tables} block tables" if self.placement.num_tables > 1 else ""
-        return [f"           {' and '.join(groups)}{tables}"]
+        return f"{' and '.join(groups)}{tables}"
 
     def _state_lines(self) -> list[str]:
         if not self.num_states:

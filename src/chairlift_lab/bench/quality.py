@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from chairlift.config import EngineConfig
-from chairlift.core.plan import Chunk, StepPlan
+from chairlift.core.plan import StepPlan
 from chairlift.core.request import Request
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import InvalidParameter
@@ -23,6 +23,7 @@ from chairlift.options import format_bytes, read_text
 from chairlift.progress import Note
 from chairlift.terminal.tables import Column, Table
 from chairlift_lab.bench.base import BenchResult, bench
+from chairlift_lab.common.engines import whole_chunk
 from chairlift_lab.common.timing import in_inference_mode
 from chairlift_lab.common.workload import QUALITY_TEXTS
 from chairlift_lab.report.options import Plot, ReportOptions, picture
@@ -30,7 +31,7 @@ from chairlift_lab.report.options import Plot, ReportOptions, picture
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from chairlift.runner.base import ModelRunner
+    from chairlift.engine.startup import StartedEngine
 
 FLOAT32 = {"dtype": "float32", "quantization": "none", "kv_dtype": "float32"}
 CPU_MODES: Mapping[str, Mapping[str, str]] = {
@@ -103,7 +104,7 @@ def measure_quality(
         pieces = [piece for text in texts for piece in cut(loaded.tokenizer.encode(text), start)]
         for index, piece in enumerate(pieces):
             note(f"{mode}: text {index + 1} of {len(pieces)}")
-            parts.append(score(started.runner, piece, started.memory.block_size))
+            parts.append(score(started, piece))
         scores = Scores(torch.cat([part.losses for part in parts]), torch.cat([part.likeliest for part in parts]))
         reference = reference or scores
         rows.append(
@@ -157,7 +158,7 @@ def cut(tokens: Sequence[int], start: Sequence[int] = ()) -> list[list[int]]:
 
 
 @in_inference_mode
-def score(runner: ModelRunner, tokens: Sequence[int], block_size: int) -> Scores:
+def score(started: StartedEngine, tokens: Sequence[int]) -> Scores:
     """Run one text as one chunk, with the model and the attention that serve requests."""
     import torch
     import torch.nn.functional as F
@@ -167,8 +168,7 @@ def score(runner: ModelRunner, tokens: Sequence[int], block_size: int) -> Scores
     if len(tokens) < 2:
         raise InvalidParameter("texts", "a text must have at least two tokens")
     request = Request("quality", list(tokens), SamplingParams(), max_new_tokens=1, arrival=0.0)
-    table = list(range(-(-len(tokens) // block_size)))
-    plan = StepPlan(step=0, chunks=(Chunk(request, start=0, count=len(tokens), table=table, samples=False),))
+    plan, runner = StepPlan(0, (whole_chunk(started.memory, request, samples=False),)), started.runner
     rectangular = runner.attention.capabilities.rectangular
     batch = build_batch(plan, runner.storage, runner.model.device, states=runner.states, rectangular=rectangular)
     hidden = runner.model.hidden_states(batch, runner.attention.begin(batch, runner.storage)).last

@@ -96,8 +96,7 @@ def bench_rates(machine: MachineOptions, settings: RatesSettings, note: Note) ->
     rows, tables = list[dict[str, Any]](), []
     for path in settings.trace:
         entries = load_trace(path)[: settings.requests]
-        shares = any(entry.blocks for entry in entries)
-        replica, cost = ReplicaOptions().settings(machine, TargetOptions(), shares_prefixes=shares)
+        replica, cost = ReplicaOptions().settings(machine, TargetOptions(), entries)
         judge = Judge(entries, classes, replica, cost, settings.share, settings.seed)
         found = highest_rates(judge, path.stem, schedulers, note)
         rows += found

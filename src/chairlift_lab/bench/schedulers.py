@@ -156,8 +156,7 @@ def _loads(settings: SchedulersSettings, device: MachineOptions) -> Iterator[Loa
     classes = list(parse_classes(CLASSES).values())
     for path in settings.trace or ():
         entries = load_trace(path)[: settings.requests]
-        shares = any(entry.blocks for entry in entries)
-        replica, cost = ReplicaOptions().settings(device, TargetOptions(), shares_prefixes=shares)
+        replica, cost = ReplicaOptions().settings(device, TargetOptions(), entries)
         yield Load(path.stem, entries, classes, replica, cost, settings.load, settings.seed)
     if settings.recording is not None:
         run = ServedRecording.load(settings.recording)

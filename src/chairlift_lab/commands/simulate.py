@@ -107,7 +107,7 @@ def simulate(
     entries = traffic.entries()
     if traffic.log is not None and not any(entry.measured for entry in entries):
         raise InvalidParameter("log", f"{str(traffic.log)!r} has no measured times; see --trace")
-    settings, cost = engine.settings(machine, targets, shares_prefixes=any(entry.blocks for entry in entries))
+    settings, cost = engine.settings(machine, targets, entries, traffic.typical_length(entries))
 
     def predict(settings: ReplicaSettings) -> tuple[SimulationOutcome, float]:
         """The outcome with these settings, and how long the simulation took."""
@@ -306,13 +306,13 @@ def plan(
     goal, named, cost = targets.resolve(), targets.named(), Roofline(model, device)
     n_in, n_out = LengthRange.parse("prompt_len", prompt_len), LengthRange.parse("output_len", output_len)
     longest = n_in.high + n_out.high
-    middle = round(math.sqrt(n_in.low * n_in.high) + math.sqrt(n_out.low * n_out.high) / 2)
+    middle = round(n_in.middle + n_out.middle / 2)
     largest = max(1, memory.requests_of(middle))
     curve = decode_curve(cost, middle, largest)
     with watch(enabled=not quiet) as note:
         note("searching for the highest rate")
         order = "slack" if named else "fcfs"
-        settings = ReplicaSettings(num_blocks=memory.num_blocks, slots=min(largest, 1024), order=order)
+        settings = ReplicaSettings(num_blocks=memory.blocks_of_one_table(middle), slots=min(largest, 1024), order=order)
         best = highest_rate(settings, cost, n_in, n_out, goal, named)
     fitting = [point for point in curve if goal.tpot is None or point.seconds <= goal.tpot]
     rows = [
@@ -324,6 +324,8 @@ def plan(
         ["One request alone", f"{curve[0].tokens_per_second:,.0f} tokens/s"],
         ["All of them, decoding", f"{curve[-1].tokens_per_second:,.0f} tokens/s"],
     ]
+    if memory.groups is not None:
+        rows.insert(3, ["Layers", memory.groups.describe_groups()])
     if memory.num_states is not None:
         states = f"{model.state_bytes / 1e6:.1f} MB per request x {memory.num_states:,}"
         rows.insert(3, ["States of recurrent layers", states])

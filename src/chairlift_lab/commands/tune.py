@@ -85,7 +85,7 @@ def tune(
     if not entries:
         raise InvalidParameter("log", "give recorded traffic with --log or --trace")
     require_targets(entries, classes)
-    settings, cost = engine.settings(machine, targets, shares_prefixes=any(entry.blocks for entry in entries))
+    settings, cost = engine.settings(machine, targets, entries)
     judge = Judge(entries, classes, settings, cost, share, traffic.seed)
     fixed = frozenset(name for name in SEARCHED if given(context, name))
     start = {"order": engine.order, "max_batch_tokens": engine.max_batch_tokens}

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from chairlift.config import EngineConfig
 from chairlift.core.events import Event, RequestAdmitted, RequestFinished, RequestPreempted, StepDone, TokenProduced
-from chairlift.core.request import FinishReason
+from chairlift.core.plan import Chunk
+from chairlift.core.request import FinishReason, Request
 from chairlift.core.targets import NO_TARGETS, Targets
 from chairlift.errors import EngineDead, InvalidParameter
 from chairlift.progress import Note
@@ -22,6 +23,7 @@ from chairlift_lab.common.workload import BenchRequest, Workload, full_length
 if TYPE_CHECKING:
     from chairlift.attention.storage import KVStorage
     from chairlift.engine.engine import Engine
+    from chairlift.engine.memory_plan import MemoryPlan
     from chairlift.engine.startup import LoadedModel, StartedEngine
     from chairlift.terminal.options import EngineOptions
 
@@ -35,6 +37,17 @@ def touch_cache(storage: KVStorage, num_blocks: int | None = None) -> None:
 
     for side in (*storage.keys, *storage.values):
         side[:num_blocks].view(torch.uint8).zero_()
+
+
+def whole_chunk(memory: MemoryPlan, request: Request, *, samples: bool) -> Chunk:
+    """All known tokens of `request` as one chunk, in the first blocks of an empty cache."""
+    count = request.num_known
+    kv = memory.make_cache(prefix_caching=False, step_tokens=count)
+    kv.attach(request, kv.match(request))
+    if kv.reserve(request, count) is None:
+        room = f"the KV cache has room for {memory.longest:,} tokens of one sequence"
+        raise InvalidParameter("kv_memory", f"{room}, and {count:,} are to be computed at once")
+    return Chunk(request, 0, count, kv.table(request), samples=samples, beside=kv.tables_beside(request))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -83,6 +84,11 @@ class LengthRange:
         if not 1 <= lengths.low <= lengths.high:
             raise InvalidParameter(parameter, f"must rise from at least 1, got {text!r}")
         return lengths
+
+    @property
+    def middle(self) -> float:
+        """The geometric mean, since lengths are log-uniform."""
+        return math.sqrt(self.low * self.high)
 
     def draw(self, source: random.Random) -> int:
         """A log-uniform length: as many between 16 and 32 as between 256 and 512, as in real traffic."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,10 +15,15 @@ from chairlift.errors import InvalidParameter
 from chairlift_lab.common.model_shapes import SHAPES, read_json_config
 from chairlift_lab.simulator.step_cost import Device, ModelShape, device_named
 
+if TYPE_CHECKING:
+    from chairlift.attention.placement import Placement
+    from chairlift.engine.memory_plan import MemoryPlan
+
 BYTES_PER_WEIGHT = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "int4": 0.5}
 BLOCK_SIZE = 16
 MEMORY_SHARE = 0.9  # the rest is for activations
 STATES_SHARE = 0.5  # the largest share of what the weights leave, as in `engine/memory_plan.py`
+STEP_TOKENS = 8192  # the most tokens of a step, as of a simulated replica
 MAX_REQUESTS = 256  # requests of one replica
 
 machine_option = partial(typer.Option, rich_help_panel="Model and device")
@@ -41,7 +46,8 @@ class MachineOptions:
     host_bandwidth: Annotated[float | None, machine_option(help="GB/s to host memory, for swapping, instead.")] = None
 
     def resolve(self, block_size: int = BLOCK_SIZE) -> tuple[ModelShape, Device, MemoryBudget]:
-        model = model_shape(read_config(self.model), self.dtype, self.kv_dtype)
+        config = read_config(self.model)
+        model = model_shape(config, self.dtype, self.kv_dtype)
         device = device_named(
             self.device,
             bytes_per_second=times(self.bandwidth, 1e9),
@@ -49,7 +55,7 @@ class MachineOptions:
             memory_bytes=times(self.memory, 1e9),
             host_bytes_per_second=times(self.host_bandwidth, 1e9),
         )
-        return model, device, MemoryBudget.of(model, device, block_size)
+        return model, device, MemoryBudget.of(model, device, block_size, kv_places(config, self.kv_dtype))
 
 
 def times(value: float | None, factor: float) -> float | None:
@@ -92,6 +98,31 @@ def model_shape(config: Mapping[str, Any], weights: str, kv_dtype: str) -> Model
 
 
 @dataclass(frozen=True, slots=True)
+class KVPlaces:
+    """Where a model's layers keep keys and values, and what of them a block is memory for."""
+
+    placement: Placement
+    bytes_per_place: int  # keys and values of one token in the layers that a block is memory for
+    max_len: int
+
+
+def kv_places(config: Mapping[str, Any], kv_dtype: str) -> KVPlaces | None:
+    """The places of a model with groups of layers that see different tokens; None: a block is memory for all layers."""
+    from chairlift.attention.placement import place_layers
+    from chairlift.engine.memory_plan import bytes_per_token
+    from chairlift.engine.settings import KV_DTYPES
+    from chairlift.models import describe
+
+    info = describe(config)
+    if info.recurrent_layers or not info.attention_layers:
+        return None
+    placement = place_layers(info.attention_layers, info.max_len)
+    if placement.num_tables == 1 and placement.reaches[0].is_full:
+        return None
+    return KVPlaces(placement, bytes_per_token(placement.shapes, KV_DTYPES[kv_dtype]), info.max_len)
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryBudget:
     """What the weights leave of a device's memory."""
 
@@ -99,9 +130,10 @@ class MemoryBudget:
     num_blocks: int
     num_tokens: int
     num_states: int | None  # sequences whose recurrent states fit; None: the model has no recurrent layers
+    groups: MemoryPlan | None = None  # the engine's plan for the same memory, if layers see different tokens
 
     @classmethod
-    def of(cls, model: ModelShape, device: Device, block_size: int) -> MemoryBudget:
+    def of(cls, model: ModelShape, device: Device, block_size: int, places: KVPlaces | None = None) -> MemoryBudget:
         """The states of up to `MAX_REQUESTS` requests get at most half of what the weights leave."""
         left = device.memory_bytes * MEMORY_SHARE - model.weight_bytes
         states = None
@@ -118,9 +150,38 @@ class MemoryBudget:
             )
             solution = f"it needs {needed} such devices, a larger one, or a smaller type of weights"
             raise InvalidParameter("device", f"{problem}; {solution}")
-        return cls(left, blocks, blocks * block_size, states)
+        groups = None if places is None else _plan_groups(model, places, left, block_size)
+        return cls(left, blocks, blocks * block_size, states, groups)
 
     def requests_of(self, length: int) -> int:
         """How many requests of `length` tokens fit."""
+        if self.groups is not None:
+            return int(self.groups.sequences(length))
         fitting = self.num_tokens // length
         return fitting if self.num_states is None else min(fitting, self.num_states)
+
+    def blocks_of_one_table(self, length: int) -> int:
+        """The blocks of all layers in which one table holds as many requests of `length` tokens as there is room for.
+
+        The simulator counts one table for each request, so windows are more blocks there."""
+        if self.groups is None:
+            return self.num_blocks
+        blocks = -(-length // self.groups.block_size)
+        return max(self.num_blocks, int(self.groups.sequences(length) * blocks))
+
+
+def _plan_groups(model: ModelShape, places: KVPlaces, kv_bytes: float, block_size: int) -> MemoryPlan:
+    """What the engine makes of this much memory for keys and values."""
+    from chairlift.engine.memory_plan import MemoryPlan
+
+    return MemoryPlan(
+        int(model.weight_bytes),
+        model.kv_bytes_per_token,
+        block_size,
+        int(kv_bytes // (places.bytes_per_place * block_size)),
+        places.max_len,
+        "what the weights leave",
+        placement=places.placement,
+        bytes_per_place=places.bytes_per_place,
+        step_tokens=STEP_TOKENS,
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -170,6 +170,15 @@ class TrafficOptions(Settings):
         loaded = load_trace(source, "trace" if self.trace else "log")[: self.requests]
         return [entry.scaled(1.0, self.trace_speed) for entry in loaded]
 
+    def typical_length(self, entries: Sequence[TraceEntry]) -> int:
+        """The tokens of a typical request of the trace, or of random ones."""
+        from chairlift_lab.common.workload import LengthRange
+
+        if entries:
+            return mean_length(entries)
+        n_in, n_out = (LengthRange.parse(name, getattr(self, name)) for name in ("prompt_len", "output_len"))
+        return round(n_in.middle + n_out.middle / 2)
+
     def draw(self, entries: list[TraceEntry]) -> Iterator[Arrival]:
         """The requests in order of time: those of `entries`, or random ones."""
         from chairlift_lab.common.workload import LengthRange
@@ -184,6 +193,11 @@ class TrafficOptions(Settings):
         n_in, n_out = (LengthRange.parse(name, getattr(self, name)) for name in ("prompt_len", "output_len"))
         arrivals, count = Arrivals.parse(self.rate, self.arrivals, None), self.requests or RANDOM_REQUESTS
         return random_arrivals(arrivals, n_in, n_out, count, self.seed)
+
+
+def mean_length(entries: Sequence[TraceEntry]) -> int:
+    """The tokens of a typical request while it runs: its prompt and half of its output."""
+    return max(1, round(sum(entry.n_in + entry.n_out / 2 for entry in entries) / len(entries)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,9 +257,10 @@ class ReplicaOptions(Settings):
     ] = None
 
     def settings(
-        self, machine: MachineOptions, targets: TargetOptions, *, shares_prefixes: bool
+        self, machine: MachineOptions, targets: TargetOptions, entries: Sequence[TraceEntry], length: int | None = None
     ) -> tuple[ReplicaSettings, StepCost]:
-        """The settings of one replica, and what its steps cost."""
+        """The settings of one replica for the requests of a trace, or for others of about `length` tokens, and what its
+        steps cost."""
         from chairlift.core.kv.swap import check_mode
         from chairlift_lab.planning.prediction import ReplicaSettings
         from chairlift_lab.simulator.step_cost import MeasuredCost, Roofline
@@ -254,8 +269,10 @@ class ReplicaOptions(Settings):
         cost: StepCost = Roofline(model, device) if self.profile is None else MeasuredCost.load(self.profile)
         check_mode(self.preemption, self.swap_blocks)
         by_latency = self.budget == "latency"
+        shares_prefixes = any(entry.blocks for entry in entries)
+        num_blocks = self.kv_blocks or memory.blocks_of_one_table(length or mean_length(entries))
         settings = ReplicaSettings(
-            num_blocks=self.kv_blocks or memory.num_blocks,
+            num_blocks=num_blocks,
             block_size=self.block_size,
             slots=min(self.max_batch_requests, memory.num_states or self.max_batch_requests),
             max_batch_tokens=self.max_batch_tokens,
@@ -267,7 +284,7 @@ class ReplicaOptions(Settings):
             target_ttft_ms=targets.target_ttft_ms if by_latency else None,
             max_overtakes=self.max_overtakes,
             preemption=self.preemption,
-            swap_blocks=memory.num_blocks if self.swap_blocks is None else self.swap_blocks,
+            swap_blocks=num_blocks if self.swap_blocks is None else self.swap_blocks,
             block_bytes=self.block_size * model.kv_bytes_per_token,
             host_bytes_per_second=device.host_bytes_per_second,
             prefix_caching=shares_prefixes if self.prefix_caching is None else self.prefix_caching,

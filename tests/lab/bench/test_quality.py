@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,6 @@ import torch
 from chairlift.config import EngineConfig
 from chairlift.engine.startup import load_model, start_engine
 from chairlift.errors import InvalidParameter
-from chairlift.runner.base import ModelRunner
 from chairlift_lab.bench.quality import (
     CPU_MODES,
     PIECE,
@@ -22,7 +22,7 @@ from chairlift_lab.bench.quality import (
     score,
     text_to_score,
 )
-from tests.tiny import SENTENCES, write_tiny_checkpoint
+from tests.tiny import SENTENCES, write_tiny_checkpoint, write_windowed_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -30,20 +30,28 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_tiny_checkpoint(tmp_path_factory.mktemp("quality") / "tiny"))
 
 
-def test_scores_equal_those_of_transformers(tiny: str) -> None:
+@pytest.mark.parametrize("write", [write_tiny_checkpoint, write_windowed_checkpoint], ids=["llama", "gemma3"])
+def test_scores_equal_those_of_transformers(write: Callable[[Path], Path], tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    config = EngineConfig(device="cpu", kv_memory="1MiB")
-    loaded = load_model(tiny, config, progress=False)
-    runner = start_engine(loaded, config).runner
-    assert isinstance(runner, ModelRunner)
+    folder = str(write(tmp_path / "model"))
+    config = EngineConfig(device="cpu", dtype="float32", kv_dtype="float32", quantization="none", kv_memory="1MiB")
+    loaded = load_model(folder, config, progress=False)
+    started = start_engine(loaded, config)
     tokens = loaded.tokenizer.encode(" ".join(SENTENCES))
-    found = score(runner, tokens, config.block_size)
+    found = score(started, tokens)
     with torch.inference_mode():
-        logits = AutoModelForCausalLM.from_pretrained(tiny)(torch.tensor([tokens])).logits[0, :-1]
+        logits = AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([tokens])).logits[0, :-1]
     expected = torch.nn.functional.cross_entropy(logits, torch.tensor(tokens[1:]), reduction="none")
     assert torch.allclose(found.losses, expected, atol=1e-3)
     assert torch.equal(found.likeliest, logits.argmax(-1))
+
+
+def test_a_text_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    config = EngineConfig(device="cpu", dtype="float32", kv_memory="64KiB")
+    loaded = load_model(str(write_windowed_checkpoint(tmp_path / "model")), config, progress=False)
+    with pytest.raises(InvalidParameter, match="room for"):
+        score(start_engine(loaded, config), [7] * 250)
 
 
 @pytest.mark.parametrize("int8", ["int8, KV bfloat16", pytest.param("int8, KV float32", marks=pytest.mark.slow)])

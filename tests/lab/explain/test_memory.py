@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from chairlift.engine.memory_plan import bytes_per_token
 from chairlift_lab.explain.recording import Run, TopicEngines
 from chairlift_lab.explain.topics.attention import Heads
-from chairlift_lab.explain.topics.memory import BLOCK_SIZE, MOMENTS, POOL_BLOCKS, SYSTEM, Paging, Prefix, PrefixData
+from chairlift_lab.explain.topics.memory import (
+    BLOCK_SIZE,
+    MOMENTS,
+    POOL_BLOCKS,
+    SYSTEM,
+    Cache,
+    Paging,
+    Prefix,
+    PrefixData,
+)
+from tests.tiny import write_windowed_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -102,3 +113,10 @@ def test_the_bytes_drawn_are_those_of_the_model(engines: TopicEngines) -> None:
     assert data.variants[0].texts < data.variants[1].texts < data.variants[2].texts
     (request,) = data.run.requests
     assert data.tokens == len(request.prompt) + request.new_tokens - 1
+
+
+def test_a_model_with_windows_computes_the_same_without_a_cache(tmp_path: Path) -> None:
+    """Every step without a cache computes all tokens as one chunk, in all block tables of the model."""
+    data = Cache().run(TopicEngines.load(str(write_windowed_checkpoint(tmp_path / "gemma3"))))
+    assert data.same_output
+    assert data.unchanged_before

@@ -12,6 +12,7 @@ from chairlift.cli.main import app
 from chairlift.core.targets import NO_TARGETS, parse_classes
 from chairlift_lab.commands.simulate import _rounded
 from chairlift_lab.common.workload import LengthRange
+from chairlift_lab.planning.machine import MachineOptions
 from chairlift_lab.planning.prediction import ReplicaSettings, highest_rate
 from tests.kernels.tiny_config import CONFIG
 from tests.lab.simulate.speed import COST
@@ -80,6 +81,25 @@ def test_plan_counts_the_states_of_recurrent_layers(tmp_path: Path) -> None:
     left = 0.9 * 0.01e9 - row["weight_bytes"]
     assert row["largest_batch"] == left // 2 // row["state_bytes"]
     assert f"{row['state_bytes'] / 1e6:.1f} MB per request x {row['largest_batch']}" in text
+
+
+def test_plan_counts_groups_as_the_engine_does(tmp_path: Path) -> None:
+    """Half of the layers of gpt-oss see 128 tokens: 1.9 times as many long requests fit, and not more short ones."""
+    options = ["--model", "gpt-oss-20b", "--device", "h200", "--dtype", "int4", "--prompt-len", "30000:30000"]
+    result = tmp_path / "plan.json"
+    text = run("plan", *options, "--output-len", "1000", "--json", str(result))
+    (row,) = json.loads(result.read_text())["rows"]
+    assert "12 layers with a window of 128 tokens and 12 layers with the whole context, in 2 block tables" in text
+    one_table = row["kv_blocks"] * 16 / 30_500
+    assert 1.9 < row["largest_batch"] / one_table < 2.0
+    assert row["highest_rate"] > 0
+
+
+def test_short_requests_gain_nothing_from_windows() -> None:
+    _, _, memory = MachineOptions(model="gpt-oss-20b", device="h200", dtype="int4").resolve()
+    assert memory.requests_of(96) <= memory.num_tokens // 96
+    assert memory.blocks_of_one_table(96) == memory.num_blocks
+    assert memory.blocks_of_one_table(32_768) > 1.9 * memory.num_blocks
 
 
 def test_a_model_that_does_not_fit_is_reported() -> None:

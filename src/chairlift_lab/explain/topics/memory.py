@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chairlift.core.plan import Chunk, StepPlan
+from chairlift.core.plan import StepPlan
 from chairlift.core.request import Request
 from chairlift.core.sampling.params import SamplingParams
-from chairlift.runner.base import ModelRunner
+from chairlift.engine.startup import StartedEngine
+from chairlift_lab.common.engines import whole_chunk
 from chairlift_lab.explain.drawing import INK, Look, Panel, Sheet, look_of, owner_look
 from chairlift_lab.explain.guide import Topic
 from chairlift_lab.explain.recording import Run, StepRecord, TimedRequest, TopicEngines
@@ -50,10 +51,10 @@ class Cache(Topic):
         played = engines.record([TimedRequest("A", prompt, NEW)], prefix_caching=False)
         output = played.output("A")
         # Without a cache, every step reads the whole text from its first token.
-        runner = engines.start(prefix_caching=False).runner
+        started = engines.start(prefix_caching=False)
         tokens = list(prompt)
         for _ in range(NEW):
-            tokens.append(_next_token(runner, tokens))
+            tokens.append(_next_token(started, tokens))
         text = engines.prompt(TOKENS, skip=24)
         other = (*text[:CHANGED], engines.prompt(1, skip=60)[0], *text[CHANGED + 1 :])
         layers = zip(_keys_and_values(engines, text), _keys_and_values(engines, other), strict=True)
@@ -115,11 +116,10 @@ class Cache(Topic):
         }
 
 
-def _next_token(runner: ModelRunner, tokens: list[int]) -> int:
+def _next_token(started: StartedEngine, tokens: list[int]) -> int:
     request = Request("A", tokens, SamplingParams(temperature=0.0), max_new_tokens=1, arrival=0.0)
-    table = range(-(-len(tokens) // runner.storage.block_size))
-    result = runner.run(StepPlan(0, (Chunk(request, 0, len(tokens), table, samples=True),)))
-    runner.forget(request.id)
+    result = started.runner.run(StepPlan(0, (whole_chunk(started.memory, request, samples=True),)))
+    started.runner.forget(request.id)
     return result.tokens[0]
 
 

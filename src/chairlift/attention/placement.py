@@ -18,14 +18,14 @@ from chairlift.core.kv.windowed_cache import FULL, Reach
 from chairlift.core.plan import NO_LIMIT
 
 MOST_TABLES = 16  # Each takes time in every step.
-MOST_UNUSED = 1 / 12  # of the memory of tokens that all layers see, where layers leave planes of a table unused
+MOST_UNUSED = 1 / 12  # The share of all layers' memory that unused planes of a table may take.
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
     """The tables and planes of a model's layers, which are in the order of their index."""
 
-    reaches: tuple[Reach, ...]  # of the tables; the first of several is full
+    reaches: tuple[Reach, ...]  # What each table reaches; the first of several is full.
     tables: tuple[int, ...]  # the table of each layer
     planes: tuple[int, ...]  # the plane of each layer
     shapes: tuple[AttentionLayer, ...]  # a layer for each plane, which says its shape
@@ -54,7 +54,7 @@ def place_layers(layers: Sequence[AttentionLayer], context: int = NO_LIMIT, *, n
     if not full or not alike or not num_planes or not drafts_fit:
         return _one_table(layers, FULL)
     reaches: list[Reach] = []
-    places: dict[int, tuple[int, int]] = {}  # by index: the table and the plane
+    places: dict[int, tuple[int, int]] = {}  # The table and the plane of each layer, by index.
     for reach, group in ((FULL, full), *groups.items()):
         for first in range(0, len(group), num_planes):
             places |= {

@@ -28,7 +28,7 @@ class SequenceRows(NamedTuple):
     """Some rows of one sequence."""
 
     sequence: int
-    rows: slice  # of the batch
+    rows: slice  # The batch's.
     start: int  # the position of the first
     end: int  # the length of the sequence behind the last; padding of a rectangle sees what the last token sees
 

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 from chairlift.errors import InvalidParameter
 
 NO_SLOT = -1
-MOST_ADAPTERS = 4  # of one request: captured steps of a GPU have room for so many
+MOST_ADAPTERS = 4  # A request has at most these: captured steps of a GPU have room for no more.
 
 
 class AdapterStatus(StrEnum):
@@ -32,7 +32,7 @@ class Adapter:
 
     name: str
     version: str  # a digest of its content
-    num_bytes: int  # of its numbers on the device
+    num_bytes: int  # The size of its numbers on the device.
     path: str = ""
     rank: int = 0  # the highest of any product
 
@@ -84,7 +84,7 @@ class AdapterPool:
     def __init__(self, max_slots: int = 0, max_bytes: int = 0) -> None:
         self.max_slots, self.max_bytes = max_slots, max_bytes
         self._registered: dict[str, Adapter] = {}
-        self._in_memory: OrderedDict[Adapter, None] = OrderedDict()  # with a slot, least recently used first
+        self._in_memory: OrderedDict[Adapter, None] = OrderedDict()  # Those with a slot, least recently used first.
         self._free_slots = list(range(max_slots))
         self._holders: dict[str, tuple[AdapterUse, ...]] = {}  # running requests by id
         self._to_load: list[Adapter] = []

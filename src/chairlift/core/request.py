@@ -93,7 +93,7 @@ class Request:
     service_class: str = ""  # the name of its targets, if they are those of a class
     adapters: tuple[AdapterUse, ...] = ()  # Its rows have these; its salt has them, too.
     images: Sequence[PromptImage] = ()  # those of its prompt, in order
-    rotary_positions: object = None  # where its tokens stand for a model that places images in two dimensions
+    rotary_positions: object = None  # The places of its tokens, for a model that places images in two dimensions.
 
     order: int = field(default=-1, init=False)  # position in the order of submission, set by the scheduler
     group: RequestGroup | None = field(default=None, init=False)  # the beam search that it belongs to

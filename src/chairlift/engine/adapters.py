@@ -24,7 +24,7 @@ from chairlift.runner.memory import free_memory
 
 log = logging.getLogger("chairlift")
 
-SHARE_OF_MEMORY = 1 / 16  # of what is free beside the weights
+SHARE_OF_MEMORY = 1 / 16  # Adapters may take this share of what is free beside the weights.
 MAX_NAME = 200
 LOADERS = 2  # threads: one reads from the disk while the other one converts
 

@@ -94,7 +94,7 @@ class MemoryPlan:
     bytes_per_state: int = 0  # the state of one sequence in all recurrent layers
     num_states: int = 0  # state slots
     placement: Placement | None = None  # None: a block is memory for all layers
-    bytes_per_place: int = 0  # with a placement: keys and values of one token in the layers that a block is memory for
+    bytes_per_place: int = 0  # Keys and values of one token in the layers that share a block.
     step_tokens: int = NO_LIMIT  # the most tokens of a request that are planned and not computed
 
     @property

@@ -8,7 +8,7 @@ from torch import Tensor
 
 MAX_PARTS = 4  # parts of one product that a checkpoint names apart, such as queries, keys and values
 A, RANK, IS_HALF, NUM_PARTS, PARTS = range(5)  # the columns of an entry: address, ranks of all parts, bfloat16, …
-FIRST, SIZE, PART_RANK, B = range(4)  # of each part: its output channels, its rank, its address
+FIRST, SIZE, PART_RANK, B = range(4)  # Each part has its output channels, its rank and its address.
 WIDTH = PARTS + 4 * MAX_PARTS
 
 

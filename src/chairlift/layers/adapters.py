@@ -90,12 +90,12 @@ class AdapterBank:
     """The adapters in memory by their slots, and the rows of the step that is running."""
 
     def __init__(self) -> None:
-        self.products: list[tuple[int, int]] = []  # in and out of each adapted product
+        self.products: list[tuple[int, int]] = []  # The inputs and outputs of each adapted product.
         self._adapters: dict[int, PackedAdapter] = {}
         self._rows: AdapterRows | None = None
         self._picked: Tensor | None = None  # the only rows of the step that products still have
         self._device, self._dtype = torch.device("cpu"), torch.float32
-        self._most_ranks: dict[int, int] = {}  # of any product of the adapter in a slot
+        self._most_ranks: dict[int, int] = {}  # The largest rank among the products of the adapter in a slot.
         self._table = np.zeros((0, 0, 0), dtype=np.int64)
         self._device_table: Tensor | None = None
 

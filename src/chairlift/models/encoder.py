@@ -54,7 +54,7 @@ class EncoderConfig:
     positions: int  # rows of the table
     first_position: int
     separator: int | None  # Tokens behind the first of these are of the second type.
-    num_labels: int | None  # of a classifier's head
+    num_labels: int | None  # None: it has no classifier.
 
     attention_layers: tuple[AttentionLayer, ...] = ()
     recurrent_layers: tuple[RecurrentLayer, ...] = ()

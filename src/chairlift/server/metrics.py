@@ -74,8 +74,8 @@ class Metrics:
         self.tier_saved = counter("kv_tier_saved_bytes", "Bytes copied to a tier", ("tier",))
         self.tier_evictions = counter("kv_tier_evictions", "Parts of blocks that left a tier for others", ("tier",))
         self.tier_lost = counter("kv_tier_lost", "Parts of blocks that were damaged or could not be written", ("tier",))
-        self._tiers: dict[str, TierUsage] = {}  # as of the last report
-        self._adapters: AdapterTotals | None = None  # as of the last report
+        self._tiers: dict[str, TierUsage] = {}  # The last report's.
+        self._adapters: AdapterTotals | None = None  # The last report's.
         self._adapter_counts: dict[str, int] = {}  # tokens by adapter, as of the last report that had it
         self.preemptions = counter("preemptions", "Requests preempted for lack of memory")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of accepted requests")

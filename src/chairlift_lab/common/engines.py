@@ -229,7 +229,7 @@ class Session:
     """Requests sent one after the other: each prompt is the whole conversation so far plus the turn's `prompt_ids`."""
 
     turns: tuple[BenchRequest, ...]
-    targets: Targets = NO_TARGETS  # of each request
+    targets: Targets = NO_TARGETS  # Each of its requests has them.
 
     @property
     def longest(self) -> int:

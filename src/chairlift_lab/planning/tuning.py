@@ -64,7 +64,7 @@ class Judge:
     classes: Sequence[ServiceClass]
     settings: ReplicaSettings
     cost: StepCost
-    share: float  # of each class that must meet its targets
+    share: float  # The share of each class that must meet its targets.
     seed: int = 0
     seen: dict[tuple[Any, ...], bool] = field(default_factory=dict)  # the answers, by settings and level
 
@@ -142,7 +142,7 @@ class Search:
     """Tries settings and keeps the best."""
 
     judge: Judge
-    best: Changes  # at first those that the others are compared with
+    best: Changes  # The first are those that the others are compared with.
     fixed: frozenset[str] = frozenset()  # options that stay as they were given
     note: Note = lambda text: None
     seconds: float = math.inf  # the search ends after this

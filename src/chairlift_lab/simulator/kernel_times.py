@@ -232,7 +232,7 @@ def _attention_points(rows: Sequence[Mapping[str, str]]) -> dict[Point, float]:
     points: dict[Point, float] = {(0, 0, 0, 0): 0.0}
     for row in rows:
         if int(row.get("decode_q_len") or 1) != 1:
-            continue  # for draft tokens
+            continue  # These rows verify draft tokens.
         chunk, decodes, kv = (int(row[name]) for name in ("prefill_chunk", "n_decode", "kv_decode"))
         # A chunk sees its context and, on average, half of itself.
         context = int(row["kv_prefill"]) if "kv_prefill" in row else round(float(row["prefill_key"]) - chunk / 2)

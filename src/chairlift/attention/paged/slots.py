@@ -28,7 +28,7 @@ class Slot:
     index: int
     generation: int = -1  # The generation of the request when its table was sent.
     blocks_sent: int = 0
-    blocks_sent_beside: int = 0  # of the other block tables of its request
+    blocks_sent_beside: int = 0  # The other block tables of its request.
     first: int = 0  # the first position that was computed since then
 
 
@@ -52,7 +52,7 @@ class Slots:
         # Kernels load faster from tables that begin at multiples of 16 bytes.
         self._rows = self.count + 1 if num_tables == 1 else -(-(self.count + 1) // 4) * 4
         self.tables = torch.zeros(num_tables * self._rows, table_width, dtype=torch.int32, device=device)
-        self.parts = self.tables.split(self._rows)  # for each block table a row of each slot
+        self.parts = self.tables.split(self._rows)  # Each block table has a row for each slot.
         self.last_token = torch.zeros(self.count + 1, dtype=torch.int32, device=device)
         self._free = list(range(self.count))
         self._held: OrderedDict[str, Slot] = OrderedDict()

@@ -49,7 +49,7 @@ class _Load:
     keys: list[PartKey]  # those of the blocks
     state_slot: int
     state_key: PartKey | None
-    num_bytes: Counter[str]  # by tier
+    num_bytes: Counter[str]  # The keys are tiers.
     due: float
     overdue: bool = False
 

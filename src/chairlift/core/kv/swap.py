@@ -40,7 +40,7 @@ class SwapSpace:
         self.num_slots = num_slots
         self.cost = cost  # None: swap whenever there are slots
         self._free = list(range(num_slots))
-        self._slots: dict[str, dict[Place, int]] = {}  # by request id: the slot of each block
+        self._slots: dict[str, dict[Place, int]] = {}  # The slot of each block, by request id.
         self._freed: list[int] = []  # read by the step being planned, which must not write to them
 
     @property

@@ -205,7 +205,7 @@ class Tiers:
         self.mover = mover
         self.part_bytes = part_bytes
         self.now = 0.0
-        self.loaded_bytes: Counter[str] = Counter()  # by tier, as the next ones
+        self.loaded_bytes: Counter[str] = Counter()  # The keys are tiers, as in the next ones.
         self.saved_bytes: Counter[str] = Counter()
         self.num_lost: Counter[str] = Counter()
         self._by_name = {tier.name: tier for tier in tiers}

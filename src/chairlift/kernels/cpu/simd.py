@@ -382,7 +382,7 @@ def keys_tile(rows: int) -> Any:
         like: Any,
     ) -> Any:
         size = like.bitwidth // 8
-        at_once = KEY_TILE * (4 // size)  # as many numbers of a key are a register
+        at_once = KEY_TILE * (4 // size)  # The numbers of a key that fill a register.
 
         def generate(context: Any, b: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> Any:
             scores, scores_stride, queries, query_stride, keys, key_stride, depth, ahead, _like = args

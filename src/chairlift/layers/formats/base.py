@@ -70,7 +70,7 @@ class FormatTraits:
     heads: tuple[str, ...] = ("none",)  # Else they are stored in the first of these that the device can have.
     rounded_head: str | None = None  # the format of a head that has to be rounded; None: this one
     stores_experts: bool = False  # models with experts can use it
-    expert_blocks: str | None = None  # on a CPU, each expert is a weight of this format, in blocks
+    expert_blocks: str | None = None  # Each expert is a weight of this format, in blocks, on a CPU.
     rounds_experts: bool = False  # the experts' weights become 8-bit floats; without it they stay plain
     keeps_stored: bool = False  # weights stay as a quantized checkpoint stores them, where possible
     keeps_blocks: bool = False  # Weights on a CPU may become blocks, which the fused kernels multiply, too.

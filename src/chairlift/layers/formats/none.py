@@ -32,7 +32,7 @@ class RowOrder:
     several: bool = True  # any number of rows from two on
 
 
-_row_orders: dict[tuple[int, int, int], RowOrder] = {}  # by output and input features and threads
+_row_orders: dict[tuple[int, int, int], RowOrder] = {}  # The keys are output features, input features and threads.
 
 
 @FORMATS.register("none")

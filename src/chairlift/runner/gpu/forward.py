@@ -38,7 +38,7 @@ class StepForward:
     inputs: Tensor
     tile_queries: int
     recurrent: RecurrentInputs | None  # the inputs of recurrent layers, if there are any
-    adapters: AdapterInputs | None = None  # which rows have which, if the model has adapters
+    adapters: AdapterInputs | None = None  # The adapter of each row, if the model has adapters.
 
     def compute(self, shape: BatchShape, *, all_rows: bool = False) -> ComputedStep:
         """The whole step. With `all_rows`, or a draft network, the result has the hidden states of all rows."""

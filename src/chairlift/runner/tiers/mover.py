@@ -23,9 +23,9 @@ log = logging.getLogger("chairlift")
 
 HOST, DISK = "host", "disk"
 MAX_QUEUED_BYTES = 256 << 20  # bytes that wait to be written; what is saved beyond them is lost
-CLOSING_SECONDS = 10.0  # for writing what is queued when the engine ends
+CLOSING_SECONDS = 10.0  # The engine waits so long at its end for what is queued.
 PAUSE_AFTER_ERROR = 5.0  # seconds in which nothing is written after a write failed, as on a full disk
-NICENESS = 10  # of the writing thread: computing goes first
+NICENESS = 10  # The writing thread is nice: computing goes first.
 
 
 class DeviceParts(Protocol):
@@ -51,7 +51,7 @@ class ThreadedMover(TierMover):
         self._loads: SimpleQueue[tuple[int, list[tuple[str, PartMove, Data | None]]] | None] = SimpleQueue()
         self._lock = threading.Condition()  # guards the next four
         self._unremoved: dict[PartKey, None] = {}  # Their files are removed before anything else is written.
-        self._unwritten: dict[PartKey, Data] = {}  # in the order of writing
+        self._unwritten: dict[PartKey, Data] = {}  # The order is that of writing.
         self._num_queued = 0  # bytes of these
         self._closing = False
         self._threads = [threading.Thread(target=self._run_loads, name="kv-loads", daemon=True)]

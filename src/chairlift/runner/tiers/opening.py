@@ -72,7 +72,7 @@ def _about(config: EngineConfig, runner: ModelRunner, weights: str, sizes: Mappi
     if not weights:
         raise InvalidParameter("kv_disk", "needs a model whose weights were loaded from a checkpoint")
     return {
-        "weights": weights,  # with the version of the code
+        "weights": weights,  # The version of the code is in it.
         "quantization": runner.model.quantization,
         "dtype": str(runner.model.dtype),
         "kv_dtype": str(runner.storage.keys[0].dtype),

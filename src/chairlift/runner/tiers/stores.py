@@ -91,7 +91,7 @@ class PartFile(NamedTuple):
 
     path: Path
     key: PartKey
-    num_bytes: int  # of the whole file
+    num_bytes: int  # The size of the whole file.
     used: float  # when it was last used, in seconds since 1970
 
 

@@ -18,7 +18,7 @@ from urllib.parse import urljoin, urlsplit
 from chairlift.errors import InvalidParameter
 
 MAX_REDIRECTS = 3
-SECONDS = 10.0  # for everything, redirects included
+SECONDS = 10.0  # The limit for everything, redirects included.
 MAX_BYTES = 20 << 20
 _PORTS = {"http": 80, "https": 443}
 _USER_AGENT = "chairlift"

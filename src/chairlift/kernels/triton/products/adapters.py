@@ -15,10 +15,10 @@ from torch import Tensor
 from chairlift.kernels.adapter_table import MAX_PARTS, WIDTH
 from chairlift.kernels.triton.launch import cdiv, overlapping
 
-MOST_RANKS = 1536  # of all parts of a product together
+MOST_RANKS = 1536  # All parts of a product count together.
 FEW_ROWS = 128  # up to this many, a program for each row reads no more than tiles would
 TILE = 32  # rows of a program, if there are many
-RANKS = 16  # that are computed together
+RANKS = 16  # They are computed together.
 SHRINK_COLUMNS, EXPAND_COLUMNS = 256, 256
 SPLITS = 4  # parts of the sum over the columns, for few rows
 

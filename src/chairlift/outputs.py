@@ -155,11 +155,10 @@ class ChatFormat:
 
         format_ = choose_format(self.tokenizer.chat_template or "")
         system_prompt = self.defaults.preset(preset).system_prompt
-        pictures = ChatImages()
-        conversation, prepared = pictures.take(conversation), list[Any]()
-        if self.images is None:
+        (conversation, pictures), prepared = ChatImages.of(conversation), list[Any]()
+        if self.images is None and pictures.sources:
             pictures.refuse()
-        elif pictures.sources:
+        elif self.images is not None and pictures.sources:
             from chairlift.vision.reading import read_image
 
             named = zip(pictures.sources, pictures.locations, strict=True)

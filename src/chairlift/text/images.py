@@ -42,9 +42,11 @@ class ChatImages:
     replacements: Sequence[str] = ()  # what the prompt has instead
     _mark: str = field(default_factory=lambda: f"\ue000{secrets.token_hex(8)}-image\ue001")
 
-    def take(self, messages: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """The messages with a mark in place of each image."""
-        return [self._without_images(f"messages[{i}]", message) for i, message in enumerate(messages)]
+    @classmethod
+    def of(cls, messages: Sequence[Mapping[str, Any]]) -> tuple[list[Any], ChatImages]:
+        """The messages with a mark in place of each image, and the images."""
+        images = cls()
+        return [images._without_images(f"messages[{i}]", message) for i, message in enumerate(messages)], images
 
     def _without_images(self, name: str, message: Any) -> Any:
         content = message.get("content") if isinstance(message, Mapping) else None
@@ -79,9 +81,8 @@ class ChatImages:
         return self._mark
 
     def refuse(self) -> None:
-        """Raise if there are any, for a model that reads none."""
-        if self.sources:
-            raise InvalidParameter(self.locations[0], TEXT_ONLY)
+        """Raise, naming the first one, for a model that reads none."""
+        raise InvalidParameter(self.locations[0], TEXT_ONLY)
 
     def shown(self, messages: Sequence[dict[str, Any]], *, as_parts: bool) -> list[dict[str, Any]]:
         """The messages for a chat template: contents with images, and with `as_parts` all, are lists of parts."""

@@ -73,9 +73,9 @@ def take_images(
     messages: Sequence[Mapping[str, Any]], reader: ImageReader | None
 ) -> tuple[list[Any], ChatImages, list[PreparedImage]]:
     """The messages with marks for their images, these, and what was prepared of them."""
-    chat = ChatImages()
-    messages = chat.take(messages)
-    if reader is None:
+    messages, chat = ChatImages.of(messages)
+    if reader is not None:
+        return messages, chat, reader.prepare(chat)
+    if chat.sources:
         chat.refuse()
-        return messages, chat, []
-    return messages, chat, reader.prepare(chat)
+    return messages, chat, []

@@ -70,7 +70,7 @@ class ChatGeneration(GenerationRequest):
         if model.reasoning_format is None and _effort(body) not in (None, "none"):
             say_ignored("reasoning_effort" if body.reasoning_effort else "thinking")
         prompt = self.encode(body.messages, max_tokens)
-        last = checked_messages(ChatImages().take(body.messages[-1:]))[0] if body.echo else {}
+        last = checked_messages(ChatImages.of(body.messages[-1:])[0])[0] if body.echo else {}
         echo = (last["content"] or "") if last.get("role") == "assistant" else ""
         choices = ChatChoiceFormat(bool(body.logprobs), echo)
         if not prompt.is_plain:

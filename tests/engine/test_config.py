@@ -7,6 +7,7 @@ from chairlift.config import EngineConfig
 from chairlift.engine.settings import Machine, for_latency, for_throughput, resolve_machine
 from chairlift.engine.startup import load_engine, load_model
 from chairlift.errors import InvalidParameter
+from chairlift_lab.planning.prediction import ReplicaSettings
 from tests.tiny import write_tiny_checkpoint
 
 
@@ -29,12 +30,14 @@ def test_offline_steps_on_a_cpu_are_the_same():
         ({}, "knee"),
         ({"order": "fair"}, "knee"),
         ({"budget": "fixed"}, "fixed"),
-        ({"target_tpot_ms": 40.0}, None),  # The target chooses `latency`.
-        ({"order": "slack"}, None),  # The order brings its own.
+        ({"target_tpot_ms": 40.0}, "latency"),
+        ({"order": "slack"}, "slack"),
+        ({"order": "slack", "target_tpot_ms": 40.0}, "latency"),
     ],
 )
-def test_online_prompts_leave_time_to_those_who_decode_unless_told_otherwise(options: Any, budget: str | None) -> None:
+def test_online_prompts_leave_time_to_those_who_decode_unless_told_otherwise(options: Any, budget: str) -> None:
     assert for_latency(EngineConfig(**options)).budget == budget
+    assert ReplicaSettings(num_blocks=1, **options).budget_name == budget, "what is simulated is a server"
 
 
 def test_a_quantized_head_needs_a_format(tmp_path: Path) -> None:

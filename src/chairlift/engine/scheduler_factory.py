@@ -7,7 +7,7 @@ import math
 from functools import partial
 
 from chairlift.core.adapters import AdapterPool
-from chairlift.core.budgets.base import make_budget
+from chairlift.core.budgets.base import default_budget, make_budget
 from chairlift.core.cost_model import CostModel, StepShape, WorkForecast
 from chairlift.core.encoder_cache import EncoderCache
 from chairlift.core.kv.kv_cache import HybridCache, KVCache
@@ -40,7 +40,7 @@ def make_scheduler(
     ordering = config.make_ordering()
     has_target = config.target_tpot_ms is not None or config.target_ttft_ms is not None
     budget = make_budget(
-        config.budget if config.budget or has_target else ordering.own_budget,
+        config.budget or default_budget(ordering.own_budget, has_target=has_target),
         cost_model,
         max_batch_tokens=settings.max_batch_tokens,
         max_prefill_tokens=prompts,

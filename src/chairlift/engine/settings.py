@@ -15,6 +15,7 @@ import torch
 from chairlift.attention.backends.base import AttentionBackend, choose_backend
 from chairlift.attention.interface import AttentionLayer
 from chairlift.config import EngineConfig, check_batch_requests
+from chairlift.core.budgets.base import ONLINE, default_budget
 from chairlift.errors import InvalidParameter
 from chairlift.kernels.gpu import META, on_gpu
 from chairlift.layers.formats import FORMATS
@@ -193,9 +194,8 @@ def for_throughput(config: EngineConfig, machine: Machine | None = None) -> Engi
 def for_latency(config: EngineConfig) -> EngineConfig:
     """The config for online use: without any target, prompts leave most of the steps' time to those who decode."""
     has_target = config.target_tpot_ms is not None or config.target_ttft_ms is not None
-    if config.budget is not None or has_target or config.make_ordering().own_budget is not None:
-        return config
-    return replace(config, budget="knee")
+    own = config.make_ordering().own_budget
+    return replace(config, budget=config.budget or default_budget(own, has_target=has_target, otherwise=ONLINE))
 
 
 class _Reasons(dict[str, str]):

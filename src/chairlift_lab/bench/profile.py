@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from chairlift.config import EngineConfig
+from chairlift.core.budgets.base import default_budget
 from chairlift.core.cost_model import CostModel, StepShape
 from chairlift.core.events import RequestFinished
 from chairlift.errors import InvalidParameter
@@ -208,6 +209,7 @@ def _replica(engine: Engine, config: EngineConfig) -> ReplicaSettings:
         max_prefill_tokens=config.max_prefill_tokens,
         policy=config.policy,
         order=config.order,
+        budget=default_budget(config.make_ordering().own_budget, has_target=False),
     )
 
 

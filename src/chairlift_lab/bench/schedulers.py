@@ -39,14 +39,17 @@ if TYPE_CHECKING:
 CLASSES = ("interactive=ttft:500,tpot:50", "standard=ttft:2000,tpot:100", "batch=e2e:60000")
 TENANTS = 8
 HEAVY = "tenant 0"  # It sends as much as all others together.
+FIXED = {"order": "fcfs", "budget": "fixed"}
 SCHEDULERS: Sequence[Changes] = (
-    *({"policy": "static"}, {"policy": "dynamic"}, {"order": "fcfs"}, {"order": "fcfs", "max_batch_tokens": 512}),
-    *({"order": "fcfs", "budget": "knee"}, {"order": "fcfs", "budget": "slack"}, {"order": "shortest"}),
-    *({"order": "boost"}, {"order": "cached"}, {"order": "fair"}, {"order": "fair-cached"}, {"order": "edf"}),
-    *({"order": "edf", "budget": "slack"}, {"order": "slack"}, {"order": "slack", "budget": "fixed"}),
+    *({"policy": policy, "order": "fcfs", "budget": "fixed"} for policy in ("static", "dynamic")),
+    *(FIXED, FIXED | {"max_batch_tokens": 512}, {"order": "fcfs", "budget": "knee"}),
+    {"order": "fcfs", "budget": "slack"},
+    *({"order": order, "budget": "fixed"} for order in ("shortest", "boost", "cached", "fair", "fair-cached", "edf")),
+    *({"order": "edf", "budget": "slack"}, {"order": "slack", "budget": "slack"}),
+    {"order": "slack", "budget": "fixed"},
 )
 NEEDS_CACHE = ("cached", "fair-cached")
-ON_THE_ENGINE: Sequence[Changes] = ({"order": "fcfs"}, {"order": "edf", "budget": "slack"}, {"order": "slack"})
+ON_THE_ENGINE: Sequence[Changes] = (FIXED, *SCHEDULERS[-3:-1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +96,7 @@ class Load:
     def speed(self) -> float:
         """How much faster the trace comes, so that the load is the given share of what fcfs gets done at most."""
         at_once = [replace(arrival, time=0.0) for arrival in self.arrivals(1.0)]
-        seconds = simulate_alone(at_once, self.settings.make(self.cost)).seconds
+        seconds = simulate_alone(at_once, changed(self.settings, FIXED).make(self.cost)).seconds
         return self.share * self.entries[-1].at / seconds
 
     def simulated(self, changes: Changes, speed: float) -> SimulationOutcome:
@@ -126,8 +129,7 @@ def _milliseconds(seconds: Sequence[float], share: float) -> float | None:
 
 
 def _name(changes: Changes) -> str:
-    order = str(changes.get("order", "fcfs"))
-    words = [order, str(changes.get("budget", "slack" if order == "slack" else "fixed"))]
+    words = [str(changes["order"]), str(changes["budget"])]
     if "policy" in changes:
         words.insert(0, str(changes["policy"]))
     if "max_batch_tokens" in changes:

@@ -122,6 +122,7 @@ def simulate(
         _show_what_if(entries if traffic.log else [], {"as is": outcome} | outcomes, goal, parameters, report)
         return
     row = figures(outcome, goal) | {"wall_seconds": wall, "steps_per_wall_second": outcome.steps / wall}
+    row["budget"] = settings.budget_name
     if fleet.price is not None:
         tokens = sum(record.n_out for record in outcome.records)
         row["cost_per_million_tokens"] = fleet.price * outcome.replica_seconds / 3600 / tokens * 1e6
@@ -266,6 +267,7 @@ def _show_figures(row: dict[str, Any], goal: Targets) -> None:
             ["Busy", f"{row['utilisation']:.1%}"],
             ["Prompt tokens from the cache", f"{row['cached_share']:.1%}"],
             *([["Cost per million output tokens", f"{price:,.2f}"]] if price is not None else []),
+            ["Budget", row["budget"]],
             ["Preemptions", f"{row['preemptions']:,}"],
             ["Virtual time", f"{row['seconds']:,.1f} s in {row['steps']:,} steps"],
             ["Real time", f"{row['wall_seconds']:.1f} s, {row['steps_per_wall_second']:,.0f} steps per second"],
@@ -311,8 +313,10 @@ def plan(
     curve = decode_curve(cost, middle, largest)
     with watch(enabled=not quiet) as note:
         note("searching for the highest rate")
-        order = "slack" if named else "fcfs"
-        settings = ReplicaSettings(num_blocks=memory.blocks_of_one_table(middle), slots=min(largest, 1024), order=order)
+        # The search is several times as fast with fixed chunks.
+        order, budget = ("slack", "slack") if named else ("fcfs", "fixed")
+        blocks, slots = memory.blocks_of_one_table(middle), min(largest, 1024)
+        settings = ReplicaSettings(num_blocks=blocks, slots=slots, order=order, budget=budget)
         best = highest_rate(settings, cost, n_in, n_out, goal, named)
     fitting = [point for point in curve if goal.tpot is None or point.seconds <= goal.tpot]
     rows = [
@@ -338,7 +342,8 @@ def plan(
     if rate is not None:
         replicas = math.ceil(rate / best) if best else None
         rows.append([f"Replicas for {rate:g} requests/s", f"{replicas:,}" if replicas else "cannot be reached"])
-    show_table(f"{machine.model} on {device.name}", ["", ""], rows, "Predicted by a roofline; nothing was run")
+    caption = f"Predicted by a roofline; nothing was run. Order {settings.order}, budget {settings.budget_name}."
+    show_table(f"{machine.model} on {device.name}", ["", ""], rows, caption)
     parameters = {
         "model": machine.model,
         "device": device.name,

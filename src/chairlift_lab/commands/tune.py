@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -70,6 +71,8 @@ def tune(
     The engine's own scheduler runs on a virtual clock. Options of the engine
     that are given stay as they are, and the others are searched.
     """
+    from chairlift.core.budgets.base import default_budget
+    from chairlift.core.orderings.base import make_ordering
     from chairlift_lab.planning.tuning import Judge, Search, require_targets
     from chairlift_lab.planning.what_if import config_file
 
@@ -86,10 +89,12 @@ def tune(
         raise InvalidParameter("log", "give recorded traffic with --log or --trace")
     require_targets(entries, classes)
     settings, cost = engine.settings(machine, targets, entries)
+    if settings.budget is None:  # The search begins with the budget that is simulated the fastest.
+        settings = replace(settings, budget=default_budget(make_ordering(engine.order).own_budget, has_target=False))
     judge = Judge(entries, classes, settings, cost, share, traffic.seed)
     fixed = frozenset(name for name in SEARCHED if given(context, name))
     start = {"order": engine.order, "max_batch_tokens": engine.max_batch_tokens}
-    start |= {"max_batch_requests": settings.slots} | ({"budget": engine.budget} if engine.budget else {})
+    start |= {"max_batch_requests": settings.slots, "budget": settings.budget}
     begun, computed = time.perf_counter(), time.process_time()
     with watch(enabled=not quiet) as note:
         search = Search(judge, start, fixed, note, seconds)

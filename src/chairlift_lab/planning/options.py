@@ -218,7 +218,10 @@ class ReplicaOptions(Settings):
     ] = "fcfs"
     budget: Annotated[
         str | None,
-        typer.Option(help="fixed, knee, latency or slack.", show_default="slack with --order slack, else fixed"),
+        typer.Option(
+            help="fixed, knee, latency or slack. fixed is predicted the fastest.",
+            show_default="as servers: slack with --order slack, else knee",
+        ),
     ] = None
     scheduler: Annotated[
         str, typer.Option(help="chairlift, or vllm: the documented behaviour of vLLM's, for comparisons.")

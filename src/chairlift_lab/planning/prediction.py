@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from chairlift.cluster.routing.router import Router
-from chairlift.core.budgets.base import FixedBudget, make_budget
+from chairlift.core.budgets.base import OFFLINE, ONLINE, FixedBudget, default_budget, make_budget
 from chairlift.core.cost_model import CostModel, StepShape, WorkForecast, chunk_kv
 from chairlift.core.kv.swap import SwapCost, SwapSpace, check_mode
 from chairlift.core.lengths import OutputLengths
@@ -34,7 +34,7 @@ from chairlift_lab.simulator.step_cost import MeasuredCost, SpeedCursor, StepCos
 from chairlift_lab.simulator.vllm_scheduler import VLLMScheduler
 
 SCHEDULERS = {"chairlift": SimulatedScheduler, "vllm": VLLMScheduler}
-VLLM_SETTINGS = ("continuous", "fcfs", "recompute")
+VLLM_SETTINGS = ("continuous", "fcfs", "fixed", "recompute")
 ALL_AT_ONCE = 1e9  # requests per second
 BLOCKS_PER_COPY = 2**20  # room for the prefix blocks of one copy of a trace
 OWN_TOKENS = 2**31  # first token id that is unique to one request
@@ -42,6 +42,8 @@ OWN_TOKENS = 2**31  # first token id that is unique to one request
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSettings:
+    """The options of a simulated server; what is None is chosen as a server chooses it."""
+
     num_blocks: int
     block_size: int = BLOCK_SIZE
     slots: int = 256
@@ -66,13 +68,13 @@ class ReplicaSettings:
         if self.scheduler not in SCHEDULERS:
             problem = f"there is no {self.scheduler!r}; choose from {', '.join(SCHEDULERS)}"
             raise InvalidParameter("scheduler", problem)
-        if self.scheduler == "vllm" and (self.policy, self.order, self.preemption) != VLLM_SETTINGS:
+        ordering, name = make_ordering(self.order), self.budget_name
+        if self.scheduler == "vllm" and (self.policy, self.order, name, self.preemption) != VLLM_SETTINGS:
             raise InvalidParameter("scheduler", f"vllm has only {', '.join(VLLM_SETTINGS)}")
-        ordering = make_ordering(self.order)
         most = min(self.max_prefill_tokens or self.max_batch_tokens, self.max_batch_tokens)
         learned = CostModel()
         budget = make_budget(
-            self.budget or ordering.own_budget,
+            name,
             learned,
             max_batch_tokens=self.max_batch_tokens,
             max_prefill_tokens=self.max_prefill_tokens,
@@ -100,6 +102,15 @@ class ReplicaSettings:
             speed=SpeedCursor(pace, begin) if pace else None,
             learned=learned if learns else None,
         )
+
+    @property
+    def budget_name(self) -> str:
+        """The budget, which is that of a server unless one is named; the steps of vLLM are fixed."""
+        if self.budget is not None:
+            return self.budget
+        has_target = self.target_tpot_ms is not None or self.target_ttft_ms is not None
+        otherwise = OFFLINE if self.scheduler == "vllm" else ONLINE
+        return default_budget(make_ordering(self.order).own_budget, has_target=has_target, otherwise=otherwise)
 
     def _swap_space(self, cost: StepCost, chunk: int) -> SwapSpace:
         check_mode(self.preemption, None)

@@ -97,6 +97,7 @@ class RecordedRun:
             replica = run["replica"]
             if "seats" in replica:  # Recordings of earlier versions have this name.
                 replica["slots"] = replica.pop("seats")
+            replica["budget"] = replica.get("budget") or "fixed"  # Earlier versions recorded no other.
             return cls(ReplicaSettings(**replica), cost, parts, run["measured"])
         except (OSError, ValueError, KeyError, TypeError, InvalidParameter) as error:
             problem = f"cannot read {str(path)!r} ({error!r}); bench profile --record writes such a file"

@@ -156,6 +156,7 @@ def _replica_settings(
         block_size=block_size,
         slots=int(scheduling.get("max_num_seqs", 256)),
         max_batch_tokens=int(scheduling.get("max_num_batched_tokens", 2048)),
+        budget="fixed",
         prefix_caching=bool(scheduling.get("enable_prefix_caching", True) if caching is None else caching),
     )
 

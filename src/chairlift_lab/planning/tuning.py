@@ -34,10 +34,11 @@ SLOWEST, FASTEST = (round(math.log(speed, RATIO)) for speed in (1 / 1024, 1024))
 # What is searched, the likely best first: the sooner a good one is found, the sooner others are rejected.
 STRATEGIES: Sequence[Mapping[str, Any]] = (
     *({"order": "slack"}, {"order": "edf", "budget": "slack"}, {"order": "edf", "budget": "knee"}),
-    *({"order": "slack", "budget": "knee"}, {"order": "edf"}, {"order": "slack", "budget": "fixed"}),
-    *({"order": "shortest"}, {"order": "shortest", "budget": "slack"}, {"order": "boost"}),
+    {"order": "slack", "budget": "knee"},
+    *({"order": order, "budget": "fixed"} for order in ("edf", "slack", "shortest")),
+    *({"order": "shortest", "budget": "slack"}, {"order": "boost", "budget": "fixed"}),
     *({"order": "boost", "budget": "slack"}, {"order": "fcfs", "budget": "slack"}, {"order": "fcfs", "budget": "knee"}),
-    {"order": "fcfs"},
+    {"order": "fcfs", "budget": "fixed"},
 )
 SIZES: Mapping[str, tuple[int, int]] = {  # least and most; they are doubled and halved
     "max_batch_tokens": (256, 32_768),
@@ -46,7 +47,7 @@ SIZES: Mapping[str, tuple[int, int]] = {  # least and most; they are doubled and
 }
 # The settings that someone might try one by one, to compare the search with.
 GRID: Mapping[str, Sequence[Any]] = {
-    "strategy": (*STRATEGIES[:2], {"order": "edf"}, {"order": "fcfs", "budget": "knee"}, {"order": "fcfs"}),
+    "strategy": (*STRATEGIES[:2], {"order": "edf", "budget": "fixed"}, *STRATEGIES[-2:]),
     "max_batch_tokens": (512, 1_024, 2_048, 4_096, 8_192, 16_384),
     "max_batch_requests": (128, 256),
 }

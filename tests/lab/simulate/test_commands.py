@@ -123,7 +123,7 @@ def test_the_highest_rate_of_a_plan_is_one_that_a_replica_sustains(tmp_path: Pat
     run("plan", *traffic, "--json", str(files[0]))
     (row,) = json.loads(files[0].read_text())["rows"]
     rate, most = row["highest_rate"], str(min(row["largest_batch"], 1024))
-    load = ["--rate", str(4 * rate), "--requests", "6000", "--max-batch-requests", most]
+    load = ["--rate", str(4 * rate), "--requests", "6000", "--max-batch-requests", most, "--budget", "fixed"]
     run("simulate", *traffic, *load, "--json", str(files[1]))
     (overloaded,) = json.loads(files[1].read_text())["rows"]
     assert overloaded["requests_per_s"] == pytest.approx(rate, rel=0.2)

@@ -51,6 +51,12 @@ class TokenBudget(ABC):
 
 
 BUDGETS: Registry[type[TokenBudget]] = Registry("budget", "chairlift.core.budgets", grouped=True)
+OFFLINE, ONLINE = "fixed", "knee"  # the defaults of `LLM`, and of servers and what simulates them
+
+
+def default_budget(own: str | None, *, has_target: bool, otherwise: str = OFFLINE) -> str:
+    """The budget that is used where none is named: `latency` with a target for all requests, else the order's own."""
+    return "latency" if has_target else own or otherwise
 
 
 @BUDGETS.register("fixed")
@@ -80,8 +86,7 @@ def make_budget(
         number = isinstance(target, (int, float)) and not isinstance(target, bool)
         if target is not None and not (number and math.isfinite(target) and target > 0):
             raise InvalidParameter(parameter, f"must be a number of milliseconds above 0, got {target!r}")
-    if name is None:
-        name = "fixed" if target_tpot_ms is None and target_ttft_ms is None else "latency"
+    name = name or default_budget(None, has_target=any(target is not None for target in targets.values()))
     return make_choice(BUDGETS, name, targets, StepLimits.most(max_batch_tokens, max_prefill_tokens), cost)
 
 

@@ -22,13 +22,16 @@ _LEARNING = 0.3  # the weight of the last step in what was learned
 
 @dataclass(slots=True)
 class _Entry:
-    image: PromptImage
+    """What is known of an image beside its data, which would take several times the memory of its embeddings."""
+
+    rows: int
+    work: int
     owner: str  # the request that it was encoded for
     done: int = 0  # units of its work
 
     @property
     def left(self) -> int:
-        return self.image.work - self.done
+        return self.work - self.done
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,7 @@ class EncoderCache:
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # the least recently used first
         self._rows = self._encoded = self._hits = self._evicted = 0
         self._partial: bytes | None = None  # what has been begun and not ended
+        self._owed = list[bytes]()  # what the runner is still told to drop
         self._seconds_per_unit = self._seconds_per_token = 0.0  # 0 until they are measured
 
     @property
@@ -63,6 +67,16 @@ class EncoderCache:
         if not (self._seconds_per_unit and self._seconds_per_token):
             return 1.0
         return min(max(self._seconds_per_unit / self._seconds_per_token, LEAST_PRICE), MOST_PRICE)
+
+    @property
+    def may_plan(self) -> bool:
+        """Whether there may be something to encode, or to give up."""
+        return bool(self.open) or self.is_left_over
+
+    @property
+    def is_left_over(self) -> bool:
+        """Whether the runner holds work that no request wants any more; its intermediate results take memory."""
+        return not self.open and (self._partial is not None or bool(self._owed))
 
     def is_ready(self, request: Request, image: PromptImage) -> bool:
         entry = self._entries.get(image_key(request.salt, image))
@@ -92,15 +106,15 @@ class EncoderCache:
         wanted earlier is never given up for what is wanted later.
         """
         keyed = [(image_key(request.salt, image), request, image) for request, image in wanted]
-        drops: list[bytes] = []
+        drops, self._owed = self._owed, []
         if self._partial is not None and all(key != self._partial for key, _, _ in keyed):
-            self._drop(self._partial, drops)  # Its intermediate results take memory.
+            self._drop(self._partial, drops)
         keyed.sort(key=lambda each: each[0] != self._partial)
         kept, works, price, spent = set[bytes](), list[ImageWork](), self.price, 0
         for key, request, image in keyed:
             entry = self._entries.get(key)
             if entry is None and room > spent and self._make_room(image.rows, kept, drops):
-                entry = self._entries[key] = _Entry(image, request.id)
+                entry = self._entries[key] = _Entry(image.rows, image.work, request.id)
                 self._rows += image.rows
             if entry is None:
                 continue
@@ -109,16 +123,16 @@ class EncoderCache:
             kept.add(key)
             if first_time and entry.left > 0 and room > spent:
                 units = min(entry.left, max(1, int((room - spent) / price)))
-                works.append(self._advance(key, entry, units))
+                works.append(self._advance(key, entry, image, units))
                 spent += max(1, round(units * price))
         return EncodePlan(tuple(works), tuple(drops)), spent
 
-    def _advance(self, key: bytes, entry: _Entry, units: int) -> ImageWork:
+    def _advance(self, key: bytes, entry: _Entry, image: PromptImage, units: int) -> ImageWork:
         entry.done += units
         ended = entry.left <= 0
         self._encoded += ended
         self._partial = None if ended else key
-        return ImageWork(key, entry.image, 1.0 if ended else entry.done / entry.image.work, units)
+        return ImageWork(key, image, 1.0 if ended else entry.done / entry.work, units)
 
     def _make_room(self, rows: int, kept: set[bytes], drops: list[bytes]) -> bool:
         """Give up what is not in `kept` until `rows` more fit; return False (and change nothing) if they cannot."""
@@ -128,7 +142,7 @@ class EncoderCache:
                 break
             if key not in kept:
                 victims.append(key)
-                free += entry.image.rows
+                free += entry.rows
         if free < rows:
             return False
         for key in victims:
@@ -137,7 +151,7 @@ class EncoderCache:
 
     def _drop(self, key: bytes, drops: list[bytes]) -> None:
         entry = self._entries.pop(key)
-        self._rows -= entry.image.rows
+        self._rows -= entry.rows
         self._evicted += entry.left <= 0
         self._partial = None if self._partial == key else self._partial
         drops.append(key)
@@ -149,14 +163,15 @@ class EncoderCache:
                 entry = self._entries.get(image_key(request.salt, image))
                 self._hits += entry is not None and entry.owner != request.id
 
-    def abandon(self, works: Iterable[ImageWork]) -> None:
-        """Have this work done again: the step that it was planned for did not come to an end."""
+    def abandon(self, works: Iterable[ImageWork], drops: Iterable[bytes] = ()) -> None:
+        """Have this work done again, and these dropped: the step that they were planned for did not come to an end."""
+        self._owed += drops
         for work in works:
             entry = self._entries.get(work.key)
-            if entry is not None and entry.done:
+            if entry is not None:
+                self._drop(work.key, self._owed)
                 self._encoded -= entry.left <= 0
-                entry.done = 0
-                self._partial = None if self._partial == work.key else self._partial
+                self._evicted -= entry.left <= 0
 
     def users(self, keys: Collection[bytes]) -> list[Request]:
         """The open requests with one of these images."""
@@ -172,7 +187,7 @@ class EncoderCache:
 
     def check(self) -> None:
         """Raise if the accounts are wrong."""
-        assert self._rows == sum(entry.image.rows for entry in self._entries.values())
+        assert self._rows == sum(entry.rows for entry in self._entries.values())
         assert self._rows <= self.capacity
         begun = [key for key, entry in self._entries.items() if entry.done and entry.left > 0]
         assert begun == ([] if self._partial is None else [self._partial])

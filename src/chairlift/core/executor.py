@@ -69,6 +69,9 @@ class Executor(ABC):
     def forget(self, request_id: str) -> None:  # noqa: B027 (most executors have no such state)
         """Drop all state of a request that has ended, or whose steps were abandoned."""
 
+    def close(self) -> None:  # noqa: B027 (most executors have no threads)
+        """End all threads; no further step comes."""
+
 
 class Speculation(Protocol):
     """Adds draft tokens to step plans and learns from the results."""

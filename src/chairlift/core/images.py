@@ -68,7 +68,7 @@ class EncodePlan:
         return sum(work.units for work in self.works)
 
     def __bool__(self) -> bool:
-        return bool(self.works)
+        return bool(self.works or self.drops)
 
 
 NO_ENCODING = EncodePlan()

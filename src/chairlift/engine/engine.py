@@ -249,12 +249,12 @@ class Engine:
             return False
 
     def shut_down(self) -> None:
-        """Stop the threads and processes that compile grammars, for which an exit would wait, and write what the disk
-        tier is still to get."""
+        """Stop the threads of grammars, adapters and images, and write what the disk tier is still to get."""
         if self.structured is not None:
             self.structured.shut_down()
         if self.adapters is not None:
             self.adapters.shut_down()
+        self.executor.close()
         self.scheduler.close_tiers()
 
     # ---- a step ---------------------------------------------------------------------------------------------------

@@ -94,6 +94,10 @@ class ModelRunner(Executor):
         self.sampler.forget(request_id)
         self.prompt_reader.forget(request_id)
 
+    def close(self) -> None:
+        if self.images is not None:
+            self.images.close()
+
 
 SCORED_AT_ONCE = 128  # rows whose logits are in memory at the same time; a vocabulary is large
 

@@ -50,7 +50,7 @@ class ImageRunner:
         try:
             images = self.encoder.encode([work.image for work in works])
             self.encoded.update(zip((work.key for work in works), images, strict=True))
-        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        except Exception as error:  # The modules of other families may raise anything for an image.
             if len(works) == 1:
                 self.bad[works[0].key] = f"an image cannot be encoded: {error}"
                 return
@@ -65,13 +65,19 @@ class ImageRunner:
             self.begun[work.key] = self.encoder.begin(work.image)
         try:
             encoded = self.begun[work.key].advance(work.share)
-        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        except Exception as error:
             del self.begun[work.key]
             self.bad[work.key] = f"an image cannot be encoded: {error}"
             return
         if encoded is not None:
             self.encoded[work.key] = encoded
             del self.begun[work.key]
+
+    def close(self) -> None:
+        """Give up what has been begun, whose threads would keep the encoder alive."""
+        for work in self.begun.values():
+            work.cancel()
+        self.begun.clear()
 
     def place(self, plan: StepPlan, batch: StepBatch) -> StepBatch:
         """The batch of a plan with the embeddings of the images in its chunks, and where their tokens stand."""

@@ -18,11 +18,9 @@ def plan_encoding(state: SchedulerState, builder: PlanBuilder) -> None:
     neither blocks the other.
     """
     cache = builder.images
-    if cache is None or not cache.open or builder.prefill_room <= 0:
+    if cache is None or not cache.may_plan or builder.prefill_room <= 0:
         return
     wanted = _wanted_images(state, cache)
-    if not wanted:
-        return
     others = any(not request.decoding and not request.images for request in state.running)
     others = others or any(not request.images for request in state.waiting[:MAX_AHEAD])
     room = max(1, builder.prefill_room // 2) if others else builder.prefill_room

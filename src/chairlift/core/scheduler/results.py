@@ -29,7 +29,8 @@ class ResultApplier:
     def apply(self, result: StepResult, now: float, ends: EndingCheck | None = None) -> None:
         assert len(result.tokens) == len(result.logprobs)
         if result.bad_images and self._state.images is not None:
-            self._state.images.abandon(result.plan.encoding.works)
+            works = result.plan.encoding.works
+            self._state.images.abandon([work for work in works if work.key in result.bad_images])
             for request in self._state.images.users(result.bad_images):
                 if request.ending is None:
                     reason = next(iter(result.bad_images.values()))
@@ -114,7 +115,7 @@ class ResultApplier:
     def abandon(self, plan: StepPlan, now: float) -> None:
         """Handle a planned step without a result: preempt its requests, since the state of their blocks is unknown."""
         if self._state.images is not None:
-            self._state.images.abandon(plan.encoding.works)
+            self._state.images.abandon(plan.encoding.works, plan.encoding.drops)
         for swap in plan.swap_outs:
             if swap.request.status is Status.WAITING:
                 self._state.forget_swap(swap.request)

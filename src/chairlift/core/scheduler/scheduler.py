@@ -203,7 +203,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running or self.kv.loads)
+        left_over = self.images is not None and self.images.is_left_over
+        return bool(self.waiting or self.running or self.kv.loads or left_over)
 
     @property
     def has_events(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ PRIVATE = [
     *("127.0.0.1", "127.1.2.3", "0.0.0.0", "10.0.0.1", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1"),
     *("224.0.0.1", "255.255.255.255", "192.0.2.1", "198.18.0.1", "::1", "::", "fe80::1", "fc00::1", "ff02::1"),
     *("::ffff:127.0.0.1", "::ffff:10.0.0.1", "64:ff9b::7f00:1", "2002:7f00:1::", "::ffff:169.254.169.254"),
+    *("fec0::1", "::7f00:1", "::ffff:0:7f00:1", "64:ff9b:1::7f00:1", "168.63.129.16", "::ffff:168.63.129.16"),
 ]
 
 
@@ -63,11 +65,18 @@ def test_urls_that_are_not_allowed(url: str) -> None:
 
 class _Pictures(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        to = {"/local": "http://127.0.0.1:1/", "/loop": "/loop", "/other": "http://other.example/", "/moved": "/a.png"}
+        while self.path == "/slow-head":
+            self.wfile.write(b"HTTP/1.1 100 Go on\r\n\r\n")
+            time.sleep(0.02)
+        to = {"/local": "http://127.0.0.1:1/", "/loop": "/loop", "/other": "http://other.example/"}
+        to |= {"/bad": "http://[a/", "/moved": "/a.png"}
         self.send_response(302 if self.path in to else 404 if self.path == "/none" else 200)
         if self.path in to:
             self.send_header("Location", to[self.path])
         self.end_headers()
+        while self.path == "/slow":  # a byte at a time, so that no single read takes long
+            self.wfile.write(b".")
+            time.sleep(0.02)
         if self.path == "/a.png":
             self.wfile.write(b"a picture of " + self.headers["Host"].encode())
 
@@ -99,7 +108,7 @@ def test_allowed_hosts_are_fetched_from(port: int) -> None:
         assert data == f"a picture of images.example:{port}".encode()
 
 
-@pytest.mark.parametrize("path", ["local", "loop", "other", "none"])
+@pytest.mark.parametrize("path", ["local", "loop", "other", "none", "bad"])
 def test_redirects_are_checked(path: str, port: int) -> None:
     with pytest.raises(InvalidParameter, match="image_url"):
         AllowedHosts([f"*.example:{port}"]).fetch(f"http://images.example:{port}/{path}", "image_url")
@@ -109,3 +118,10 @@ def test_large_answers_are_cut_off(port: int, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(urls, "MAX_BYTES", 5)
     with pytest.raises(InvalidParameter, match="more than 5 bytes"):
         AllowedHosts([f"images.example:{port}"]).fetch(f"http://images.example:{port}/a.png", "image_url")
+
+
+@pytest.mark.parametrize("path", ["slow", "slow-head"])
+def test_slow_answers_are_cut_off(path: str, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(urls, "SECONDS", 0.3)
+    with pytest.raises(InvalidParameter, match="cannot be fetched within"):
+        AllowedHosts([f"images.example:{port}"]).fetch(f"http://images.example:{port}/{path}", "image_url")

@@ -10,18 +10,24 @@ import http.client
 import ipaddress
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from urllib.parse import urljoin, urlsplit
 
 from chairlift.errors import InvalidParameter
 
 MAX_REDIRECTS = 3
-SECONDS = 10.0  # The limit for everything, redirects included.
+SECONDS = 10.0  # The limit for all images of a request, redirects included.
 MAX_BYTES = 20 << 20
+_TOO_SLOW = f"the image cannot be fetched within {SECONDS:g} seconds"
 _PORTS = {"http": 80, "https": 443}
 _USER_AGENT = "chairlift"
+# Python counts others as global, too, such as fec0::1 and ::127.0.0.1.
+_GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")
+_IN_CLOUDS = ("168.63.129.16",)  # Machines on Azure reach its agents there, under an address like any other.
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,36 +36,39 @@ class AllowedHosts:
 
     hosts: Sequence[str] = ()
 
-    def fetch(self, url: str, parameter: str) -> bytes:
-        """Fetch an image; raises InvalidParameter for what is not allowed or does not answer."""
-        deadline = time.monotonic() + SECONDS
+    def fetch(self, url: str, parameter: str, deadline: float | None = None) -> bytes:
+        """Fetch an image; raises InvalidParameter for what is not allowed or does not answer until `deadline`."""
+        deadline = time.monotonic() + SECONDS if deadline is None else deadline
         for _ in range(MAX_REDIRECTS + 1):
-            response, connection = self._request(url, parameter, deadline)
-            try:
-                if response.status in (301, 302, 303, 307, 308):
-                    url = urljoin(url, response.getheader("Location") or "")
-                    continue
-                if response.status != 200:
-                    raise InvalidParameter(parameter, f"the server of the image answered with {response.status}")
-                return _read(response, connection, parameter, deadline)
-            except (OSError, http.client.HTTPException) as error:
-                raise InvalidParameter(parameter, f"the image cannot be fetched: {error}") from error
-            finally:
-                connection.close()
+            answer = self._ask(url, parameter, deadline)
+            if isinstance(answer, bytes):
+                return answer
+            url = answer
         raise InvalidParameter(parameter, f"is redirected more than {MAX_REDIRECTS} times")
 
-    def _request(
-        self, url: str, parameter: str, deadline: float
-    ) -> tuple[http.client.HTTPResponse, http.client.HTTPConnection]:
+    def _ask(self, url: str, parameter: str, deadline: float) -> bytes | str:
+        """The image, or the URL that it has moved to."""
         scheme, host, port, target = self._allowed(url, parameter)
         addresses = _public_addresses(host, port, parameter)
-        seconds = max(0.1, deadline - time.monotonic())
+        connection = _Connection(host, port, addresses[0], deadline, encrypted=scheme == "https")
         try:
-            connection = _Connection(host, port, addresses[0], seconds, encrypted=scheme == "https")
             connection.request("GET", target, headers={"User-Agent": _USER_AGENT, "Accept": "image/*"})
-            return connection.getresponse(), connection
+            response = connection.getresponse()
+            if response.status in (301, 302, 303, 307, 308):
+                return urljoin(url, response.getheader("Location") or "")
+            data = _read(response, parameter) if response.status == 200 else b""
+        except InvalidParameter:
+            raise
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise InvalidParameter(parameter, f"the image cannot be fetched: {error}") from error
+            problem = _TOO_SLOW if time.monotonic() >= deadline else f"the image cannot be fetched: {error}"
+            raise InvalidParameter(parameter, problem) from error
+        finally:
+            connection.stop()
+        if time.monotonic() >= deadline:  # The connection was cut off, which reads like the end of the answer.
+            raise InvalidParameter(parameter, _TOO_SLOW)
+        if response.status != 200:
+            raise InvalidParameter(parameter, f"the server of the image answered with {response.status}")
+        return data
 
     def _allowed(self, url: str, parameter: str) -> tuple[str, str, int, str]:
         """Scheme, host, port and target of a URL that is allowed."""
@@ -102,6 +111,8 @@ def _public_addresses(host: str, port: int, parameter: str) -> list[str]:
 def is_public(address: str) -> bool:
     """Whether an address is on the public internet."""
     parsed = ipaddress.ip_address(address.partition("%")[0])
+    if address in _IN_CLOUDS:
+        return False
     inner = getattr(parsed, "ipv4_mapped", None) or getattr(parsed, "sixtofour", None)
     if inner is None and (teredo := getattr(parsed, "teredo", None)) is not None:
         inner = teredo[1]
@@ -109,31 +120,50 @@ def is_public(address: str) -> bool:
         inner = ipaddress.IPv4Address(int(parsed) & 0xFFFFFFFF)
     if inner is not None:
         return is_public(str(inner))
+    if parsed.version == 6 and parsed not in _GLOBAL_UNICAST:
+        return False
     return parsed.is_global and not parsed.is_multicast
 
 
 class _Connection(http.client.HTTPConnection):
-    """A connection to one address, whatever the name resolves to by now."""
+    """A connection to one address, whatever the name resolves to by now, which is cut off at its deadline."""
 
-    def __init__(self, host: str, port: int, address: str, seconds: float, *, encrypted: bool) -> None:
-        super().__init__(host, port, timeout=seconds)
-        self._address, self._encrypted = address, encrypted
+    def __init__(self, host: str, port: int, address: str, deadline: float, *, encrypted: bool) -> None:
+        super().__init__(host, port, timeout=max(0.1, deadline - time.monotonic()))
+        self._address, self._encrypted, self._deadline = address, encrypted, deadline
+        self._cut: threading.Timer | None = None
+        self._same: socket.socket | None = None  # the socket under the encryption
 
     def connect(self) -> None:
         self.sock = socket.create_connection((self._address, self.port), self.timeout)
+        # A timeout of a socket limits each of its reads, and a server may send a byte at a time.
+        self._same = self.sock.dup()
+        self._cut = threading.Timer(max(0.0, self._deadline - time.monotonic()), _cut_off, [self._same])
+        self._cut.daemon = True
+        self._cut.start()
         if self._encrypted:
             self.sock = ssl.create_default_context().wrap_socket(self.sock, server_hostname=self.host)
 
+    def stop(self) -> None:
+        """Close it, which `close` does not where an answer is still to be read."""
+        self.close()
+        if self._cut is not None:
+            self._cut.cancel()
+        if self._same is not None:
+            _cut_off(self._same)
+            self._same.close()
 
-def _read(
-    response: http.client.HTTPResponse, connection: http.client.HTTPConnection, parameter: str, deadline: float
-) -> bytes:
+
+def _cut_off(connected: socket.socket) -> None:
+    with suppress(OSError):
+        connected.shutdown(socket.SHUT_RDWR)
+
+
+def _read(response: http.client.HTTPResponse, parameter: str) -> bytes:
     pieces, size = [], 0
     while piece := response.read(65536):
         pieces.append(piece)
         size += len(piece)
         if size > MAX_BYTES:
             raise InvalidParameter(parameter, f"has more than {MAX_BYTES:,} bytes")
-        if time.monotonic() > deadline:
-            raise InvalidParameter(parameter, f"takes longer than {SECONDS:g} seconds to fetch")
     return b"".join(pieces)

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from chairlift.server.generation.tokenizer_pool import FairThreads
+from chairlift.server.generation.tokenizer_pool import FairThreads, TokenizerPool
 from chairlift.server.wire.limits import Limits
 from chairlift.server.wire.messages import Submit
 from tests.server.front_end import NAME
@@ -131,3 +131,17 @@ def test_an_error_of_a_job_reaches_its_caller() -> None:
         assert await threads.run("", 1, lambda: 7) == 7
 
     asyncio.run(scenario())
+
+
+def test_images_do_not_delay_texts() -> None:
+    async def run() -> None:
+        pool, fetched = TokenizerPool(), threading.Event()
+        images = [asyncio.create_task(pool.run("", 10, fetched.wait, images=True)) for _ in range(4)]
+        images.append(asyncio.create_task(pool.run_text_job("", 10, fetched.wait, images=True)))
+        await asyncio.sleep(0)
+        assert await pool.run("", 10, lambda: "text") == "text"
+        assert await pool.run_text_job("", 10, lambda: "text") == "text"
+        fetched.set()
+        assert all(await asyncio.gather(*images))
+
+    asyncio.run(run())

@@ -51,6 +51,7 @@ class ModelDetails:
         return cls(checkpoint.format, family, quantization, num_bytes, count, config, on_gpu)
 
 
+_IMAGE_NAMES = (b'"image"', b'"images"', b'"image_url"', b'"input_image"', b'"image_pil"')
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -137,6 +138,10 @@ class ServedModel:
             details=ModelDetails.of(checkpoint, on_gpu=on_gpu),
             images=images,
         )
+
+    def may_read_images(self, body: bytes) -> bool:
+        """Whether the JSON of a request may have images that are read; a quote within a text would be escaped."""
+        return self.images is not None and any(name in body for name in _IMAGE_NAMES)
 
     @property
     def name(self) -> str:

@@ -138,11 +138,11 @@ class GenerationHandler:
             yield Admitted(parsed, count, loaded.limits, deadline)
 
     async def _tokenize(self, admitted: Admitted) -> Tokenized:
-        request, size = admitted.parsed.request, len(await admitted.parsed.http.body())
-        size += request.more_text
+        request, body = admitted.parsed.request, await admitted.parsed.http.body()
+        size, images = len(body) + request.more_text, self.model.may_read_images(body)
         async with _until(admitted.deadline):
             work = partial(request.tokenize, admitted.limits.max_model_len)
-            tokenized = await self.tokenizer_pool.run(admitted.parsed.tenant, size, work)
+            tokenized = await self.tokenizer_pool.run(admitted.parsed.tenant, size, work, images=images)
         # The engine checks this too, but here a prompt that is too long does not reach its loop.
         longest, prompt_only = max(map(len, tokenized.prompts)), tokenized.params.max_tokens == 0
         admitted.limits.check_lengths(longest, request.max_tokens, request.prompt_parameter, prompt_only=prompt_only)

@@ -96,21 +96,23 @@ class FairThreads:
 
 
 class TokenizerPool:
-    """Thread pools: short texts never wait for long ones, prompts never wait for long text jobs, and no tenant waits
-    until the jobs of another one are done."""
+    """Thread pools: short texts never wait for long ones, texts never wait for images, which may be fetched from a slow
+    server, prompts never wait for long text jobs, and no tenant waits until the jobs of another one are done."""
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         """`weights` of tenants in their shares; 1 for others."""
         self._short = FairThreads("short-text", 2, weights)
         self._long = FairThreads("long-text", 2, weights)
         self._text_jobs = FairThreads("text-job", 1, weights)
+        self._images = FairThreads("images", 2, weights)
 
-    async def run_text_job(self, tenant: str, size: int, work: Callable[[], T]) -> T:
+    async def run_text_job(self, tenant: str, size: int, work: Callable[[], T], *, images: bool = False) -> T:
         """Like `run`, for work that no completion needs."""
         pool = self._text_jobs if size >= LONG_TEXT else self._short
-        return await pool.run(tenant, size, work)
+        return await (self._images if images else pool).run(tenant, size, work)
 
-    async def run(self, tenant: str, size: int, work: Callable[[], T]) -> T:
-        """Run `work` in a thread; `size` is the number of characters or tokens that it processes."""
+    async def run(self, tenant: str, size: int, work: Callable[[], T], *, images: bool = False) -> T:
+        """Run `work` in a thread; `size` is the number of characters or tokens that it processes, and `images` says
+        whether it may read any."""
         pool = self._long if size >= LONG_TEXT else self._short
-        return await pool.run(tenant, size, work)
+        return await (self._images if images else pool).run(tenant, size, work)

@@ -200,7 +200,9 @@ async def run_text_job(service: Service, http: Request, size: int, work: Callabl
         if http.state.allowance is not None:
             await http.state.allowance.charge(usage.prompt_tokens)
         http.state.usage = usage  # It counts even if the client leaves.
-        content, usage.prompt_tokens = await service.tokenizer_pool.run_text_job(tenant, size, work)
+        images = service.model.may_read_images(await http.body())
+        pool = service.tokenizer_pool
+        content, usage.prompt_tokens = await pool.run_text_job(tenant, size, work, images=images)
         return Response(content, media_type="application/json")
 
 

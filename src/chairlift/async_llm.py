@@ -8,6 +8,7 @@ import weakref
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -146,7 +147,7 @@ class AsyncLLM:
         **options: Any,
     ) -> RequestOutput:
         """Answer a conversation. `options` are those of the chat template, `tools` and `add_generation_prompt`."""
-        prompt, params = self._chat(messages, sampling_params, preset, options)
+        prompt, params = await self._chat(messages, sampling_params, preset, options)
         return await self.generate(prompt, params, timeout=timeout, lora=lora)
 
     async def stream_chat(
@@ -160,7 +161,7 @@ class AsyncLLM:
         **options: Any,
     ) -> AsyncIterator[StreamedText]:
         """`stream` for a conversation."""
-        prompt, params = self._chat(messages, sampling_params, preset, options)
+        prompt, params = await self._chat(messages, sampling_params, preset, options)
         async for piece in self.stream(prompt, params, timeout=timeout, lora=lora):
             yield piece
 
@@ -180,13 +181,14 @@ class AsyncLLM:
         embedding = EmbeddingOutput(result.require_vector())
         return EmbeddingRequestOutput(result.request_id, result.prompt_token_ids, embedding)
 
-    def _chat(
+    async def _chat(
         self, messages: Messages, params: SamplingParams | None, preset: str | None, options: Mapping[str, Any]
     ) -> tuple[dict[str, Any], SamplingParams]:
         """The prompt of a conversation and its parameters."""
         variables = dict(options.get("chat_template_kwargs") or {}, **options)
         variables.pop("chat_template_kwargs", None)
-        prompt = self._chat_format.prompt(messages, preset=preset, **variables)
+        make_prompt = partial(self._chat_format.prompt, messages, preset=preset, **variables)
+        prompt = make_prompt() if self._images is None else await asyncio.to_thread(make_prompt)
         (checked,) = params_of([prompt], params, self._chat_format.params(preset, chat=True))
         return prompt, self._chat_format.after_reasoning(prompt, checked)
 
@@ -213,7 +215,8 @@ class AsyncLLM:
 
     async def _parse(self, prompt: Prompt) -> PromptInput:
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-        if isinstance(text, str) and len(text) > LONG_TEXT:
+        has_images = isinstance(prompt, Mapping) and not prompt.keys().isdisjoint(("images", "multi_modal_data"))
+        if has_images or (isinstance(text, str) and len(text) > LONG_TEXT):
             return await asyncio.to_thread(PromptInput.parse, prompt, self._tokenizer, self._images)
         return PromptInput.parse(prompt, self._tokenizer, self._images)
 

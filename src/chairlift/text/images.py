@@ -80,9 +80,9 @@ class ChatImages:
         self.locations.append(location)
         return self._mark
 
-    def refuse(self) -> None:
-        """Raise, naming the first one, for a model that reads none."""
-        raise InvalidParameter(self.locations[0], TEXT_ONLY)
+    def refuse(self, problem: str = TEXT_ONLY) -> None:
+        """Raise, naming the first one, for what reads none."""
+        raise InvalidParameter(self.locations[0], problem)
 
     def shown(self, messages: Sequence[dict[str, Any]], *, as_parts: bool) -> list[dict[str, Any]]:
         """The messages for a chat template: contents with images, and with `as_parts` all, are lists of parts."""

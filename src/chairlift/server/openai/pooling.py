@@ -27,6 +27,7 @@ from chairlift.server.openai.types import MAX_MESSAGES, TokenIds, check_token_id
 from chairlift.server.served_model import ServedModel
 from chairlift.server.wire.errors import APIError
 from chairlift.server.wire.messages import Update
+from chairlift.text.images import ChatImages
 from chairlift.text.relevance import Pair, make_pair_scoring, pair_up
 
 MAX_INPUTS = 2048  # OpenAI takes as many.
@@ -210,6 +211,9 @@ class EmbeddingGeneration(PooledGeneration):
     def tokenize(self, max_tokens: int) -> Tokenized:
         body, prompts = self.body, [self._encode(text, max_tokens) for text in self._inputs]
         if body.messages is not None:
+            _, pictures = ChatImages.of(body.messages)
+            if pictures.sources:
+                pictures.refuse("embeddings are those of texts only")
             prompt = encode_messages(
                 self.model,
                 body.messages,

@@ -162,7 +162,7 @@ class ChatFormat:
             from chairlift.vision.reading import read_image
 
             named = zip(pictures.sources, pictures.locations, strict=True)
-            prepared = self.images.prepare_chat(pictures, [read_image(source, name) for source, name in named])
+            prepared = self.images.prepare_chat(pictures, (read_image(source, name) for source, name in named))
         text, token_ids = ToolUse.of(format_, tools, None, None).prompt(
             self.tokenizer,
             conversation,

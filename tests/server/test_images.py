@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import io
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 from PIL import Image
 
 from chairlift import LLM, SamplingParams
+from chairlift.server.served_model import ServedModel
 from tests.server.running_server import NAME, RunningServer, start_server
 from tests.vision.families import picture, write_checkpoint
 
@@ -159,3 +162,26 @@ def test_models_that_read_text_only(server: RunningServer) -> None:
     answer = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": content}]})
     assert answer.status_code == 400
     assert "text only" in answer.json()["error"]["message"]
+
+
+def test_images_in_what_is_embedded_are_refused(image_server: RunningServer) -> None:
+    content = [{"type": "image_url", "image_url": {"url": url(picture(1))}}]
+    answer = image_server.post("/v1/embeddings", {"messages": [{"role": "user", "content": content}]})
+    assert answer.status_code == 400
+    assert "texts only" in answer.json()["error"]["message"]
+
+
+def test_too_many_images(image_server: RunningServer) -> None:
+    content = [{"type": "image_url", "image_url": {"url": url(picture(1))}}] * 65
+    answer = image_server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": content}]})
+    assert answer.status_code == 400
+    assert "the limit is 64" in answer.json()["error"]["message"]
+
+
+def test_bodies_that_may_have_images(folder: Path) -> None:
+    model = ServedModel.load(folder, ["tiny"], {})
+    assert model.images is not None
+    for key in ("image", "images", "image_url", "input_image"):
+        assert model.may_read_images(json.dumps({"a": [key]}).encode())
+        assert not model.may_read_images(json.dumps({"a": f'say "{key}"'}).encode())
+    assert not dataclasses.replace(model, images=None).may_read_images(b'"image"')

@@ -61,6 +61,13 @@ def test_other_sources_are_refused(source: object) -> None:
         read_image(source, "images[0]")
 
 
+def test_errors_of_files_name_the_parameter_once(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(b"text")
+    with pytest.raises(InvalidParameter) as refusal:
+        read_image(tmp_path / "a.png", "images[0]")
+    assert str(refusal.value).startswith("images[0]: is no image")
+
+
 @pytest.mark.parametrize("url", ["data:,", "data:image/png,abc", "data:image/png;base64,a", "file:///etc/passwd", ""])
 def test_urls_without_data(url: str) -> None:
     with pytest.raises(InvalidParameter):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from chairlift.attention.batch import PromptPositions
 from chairlift.core.images import PromptImage
-from chairlift.errors import CorruptCheckpoint, UnsupportedModel
+from chairlift.errors import CorruptCheckpoint, InvalidParameter, UnsupportedModel
 from chairlift.models.wrappers import text_config
 from chairlift.vision.slices import SlicedWork, is_sliced, pause_before_products
 
@@ -109,9 +110,13 @@ class VisionEncoder:
         ]
 
     def positions(self, tokens: Sequence[int], images: Sequence[PromptImage]) -> PromptPositions | None:
-        """Where the tokens of a prompt stand, for a model that places images in two dimensions."""
+        """Where the tokens of a prompt stand, for a model that places images in two dimensions; raises InvalidParameter
+        for images without a token in between, which it could not tell apart."""
         if self.axes is None or not images:
             return None
+        for before, image in pairwise(images):
+            if before.end == image.start:
+                raise InvalidParameter("images", "two have no token between them; the model's prompts have one")
         types = torch.zeros(1, len(tokens), dtype=torch.int64)
         for image in images:
             for start, end in image.spans:

@@ -6,7 +6,7 @@ import hashlib
 import importlib
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from chairlift.core.images import PromptImage
-from chairlift.errors import InvalidParameter, UnsupportedModel
+from chairlift.errors import CONTEXT_LENGTH_EXCEEDED, InvalidParameter, UnsupportedModel
 from chairlift.text.images import ChatImages
 from chairlift.text.tokenizer import Tokenizer
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MAX_IMAGES = 64  # The limit of one prompt.
+MAX_PIXELS_IN_ALL = 100_000_000  # What an encoder reads of them takes up to 24 bytes each.
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,24 +67,40 @@ class ImageProcessor:
             raise InvalidParameter(
                 parameter, f"the prompt has {count} markers {self.marker!r} for {len(images)} images"
             )
-        prepared = self.process(images, [f"{parameter}[{i}]" for i in range(len(images))])
+        names = [f"{parameter}[{i}]" for i in range(count)]
+        prepared = self._prepare_all(images, names)
         pieces, replacements = text.split(self.marker), [each.replacement for each in prepared]
         text = pieces[0] + "".join(own + piece for own, piece in zip(replacements, pieces[1:], strict=True))
         tokens = self._tokenizer.encode(text)
         return PromptWithImages(tokens, self.place(tokens, prepared, parameter))
 
-    def prepare_chat(self, chat: ChatImages, pictures: Sequence[Image]) -> list[PreparedImage]:
-        """Prepare the pictures of a conversation and tell its template's reader what to write for each."""
-        prepared = self.process(pictures, chat.locations)
+    def prepare_chat(
+        self, chat: ChatImages, pictures: Iterable[Image], max_tokens: int | None = None
+    ) -> list[PreparedImage]:
+        """Prepare the pictures of a conversation, which are read one by one and have at most `max_tokens`, and tell its
+        template's reader what to write for each."""
+        prepared = self._prepare_all(pictures, chat.locations, max_tokens)
         chat.marker, chat.replacements = self.marker, [each.replacement for each in prepared]
         return prepared
 
-    def process(self, images: Sequence[Image], parameters: Sequence[str]) -> list[PreparedImage]:
+    def _prepare_all(
+        self, images: Iterable[Image], parameters: Sequence[str], max_tokens: int | None = None
+    ) -> list[PreparedImage]:
         """What an encoder reads of the images of one prompt."""
-        if len(images) > MAX_IMAGES:
-            raise InvalidParameter(parameters[MAX_IMAGES], f"is one of {len(images)} images; the limit is {MAX_IMAGES}")
-        count = len(images)
-        return [self._prepare(image, count, name) for image, name in zip(images, parameters, strict=True)]
+        count, pixels, tokens, prepared = len(parameters), 0, 0, list[PreparedImage]()
+        if count > MAX_IMAGES:
+            raise InvalidParameter(parameters[MAX_IMAGES], f"is one of {count} images; the limit is {MAX_IMAGES}")
+        for image, name in zip(images, parameters, strict=True):
+            pixels += image.width * image.height
+            if pixels > MAX_PIXELS_IN_ALL:
+                problem = f"is one too many: the images of a request may have {MAX_PIXELS_IN_ALL:,} pixels in all"
+                raise InvalidParameter(name, problem)
+            prepared.append(self._prepare(image, count, name))
+            tokens += prepared[-1].replacement.count(self._placeholder)
+            if max_tokens is not None and tokens > max_tokens:
+                problem = f"is one too many: the images so far have {tokens:,} tokens; the limit is {max_tokens:,}"
+                raise InvalidParameter(name, problem, CONTEXT_LENGTH_EXCEEDED)
+        return prepared
 
     def place(
         self, tokens: Sequence[int], prepared: Sequence[PreparedImage], parameter: str

@@ -41,12 +41,11 @@ def read_image(source: Any, parameter: str = "image") -> Image:
         problem = f"must be a picture of Pillow, bytes, a path or a data URL, got {type(source).__name__}"
         raise InvalidParameter(parameter, problem)
     try:
-        path = Path(source)
-        if path.stat().st_size > MAX_BYTES:
-            raise InvalidParameter(parameter, _too_many_bytes(path.stat().st_size))
-        return decode_image(path.read_bytes(), parameter)
+        with Path(source).open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:
         raise InvalidParameter(parameter, f"cannot be read: {error}") from error
+    return decode_image(data, parameter)
 
 
 def data_of_url(url: str, parameter: str) -> bytes:
@@ -61,7 +60,7 @@ def data_of_url(url: str, parameter: str) -> bytes:
 
 def decode_base64(text: str, parameter: str) -> bytes:
     if len(text) > MAX_BYTES * 4 // 3 + 4:
-        raise InvalidParameter(parameter, _too_many_bytes(len(text) * 3 // 4))
+        raise InvalidParameter(parameter, f"has more than {MAX_BYTES:,} bytes")
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
@@ -73,7 +72,7 @@ def decode_image(data: bytes, parameter: str = "image") -> Image:
     from PIL import Image, UnidentifiedImageError
 
     if len(data) > MAX_BYTES:
-        raise InvalidParameter(parameter, _too_many_bytes(len(data)))
+        raise InvalidParameter(parameter, f"has more than {MAX_BYTES:,} bytes")
     if not data:
         raise InvalidParameter(parameter, "is empty")
     try:
@@ -131,7 +130,3 @@ def _as_rgb(image: Image) -> Image:
         behind.alpha_composite(image.convert("RGBA"))
         return behind.convert("RGB")
     return image.convert("RGB")
-
-
-def _too_many_bytes(count: int) -> str:
-    return f"has {count:,} bytes; the limit is {MAX_BYTES:,}"

@@ -100,7 +100,7 @@ class ChatGeneration(GenerationRequest):
         if variables or effort is not None:
             variables, switches = split_reasoning(variables, effort, format_, tokenizer)
             variables = switches | variables
-        messages, pictures, prepared = take_images(messages, self.model.images)
+        messages, pictures, prepared = take_images(messages, self.model.images, max_tokens)
         tokens = tools.encode(
             tokenizer,
             messages,

@@ -39,6 +39,11 @@ speculation_option = partial(option, group="Speculative decoding")
 adapter_option = partial(option, group="Adapters")
 
 
+def _check_address(parameter: str, value: str) -> None:
+    if not re.fullmatch(r"tcp://.+:\d{1,5}|ipc://.+", value):
+        raise InvalidParameter(parameter, f"must look like tcp://*:5557 or ipc:///path, got {value!r}")
+
+
 def _check_device(parameter: str, value: str) -> None:
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
         raise InvalidParameter(parameter, f"unknown device {value!r:.100}; choose auto, cpu, cuda or cuda:N")
@@ -351,6 +356,24 @@ class EngineConfig:
     kv_disk_size: int | str | None = cache_option(
         None, help="How large that folder may get.", check=parse_bytes, metavar="SIZE", default_text="50GiB"
     )
+    kv_events: str | None = cache_option(
+        None,
+        help="Publish which blocks are cached at this address, such as tcp://*:5557, for gateways that route by it "
+        "(vLLM's KV events over ZeroMQ). Who can reach it can read the prompts.",
+        check=_check_address,
+        metavar="ADDRESS",
+        default_text="no",
+    )
+    kv_events_replay: str | None = cache_option(
+        None,
+        help="Address at which subscribers ask for messages that they missed, such as tcp://*:5558.",
+        check=_check_address,
+        metavar="ADDRESS",
+        default_text="none",
+    )
+    kv_events_topic: str = cache_option(
+        "", help="Topic of these messages, such as kv@POD@MODEL for llm-d.", default_text="empty"
+    )
     speculate: str | None = speculation_option(
         None,
         common=True,
@@ -425,6 +448,11 @@ class EngineConfig:
         for name in ("kv_host_memory", "kv_disk"):
             if getattr(self, name) is not None and not self.prefix_caching:
                 raise InvalidParameter(name, "needs prefix_caching: it keeps what that finds")
+        if self.kv_events is not None and not self.prefix_caching:
+            raise InvalidParameter("kv_events", "needs prefix_caching, whose blocks are published")
+        if self.kv_events is None and (self.kv_events_replay is not None or self.kv_events_topic):
+            name = "kv_events_replay" if self.kv_events_replay is not None else "kv_events_topic"
+            raise InvalidParameter(name, "needs an address, given by kv_events")
         if self.kv_disk == "":
             raise InvalidParameter("kv_disk", "must be a folder")
         if self.kv_disk_size is not None and self.kv_disk is None:

@@ -147,6 +147,13 @@ class EngineKeywords(TypedDict, total=False):
     prompts and outputs can be guessed from. Default: none."""
     kv_disk_size: int | str | None
     """How large that folder may get. Default: 50GiB."""
+    kv_events: str | None
+    """Publish which blocks are cached at this address, such as tcp://*:5557, for gateways that route by it (vLLM's KV
+    events over ZeroMQ). Who can reach it can read the prompts. Default: no."""
+    kv_events_replay: str | None
+    """Address at which subscribers ask for messages that they missed, such as tcp://*:5558. Default: none."""
+    kv_events_topic: str
+    """Topic of these messages, such as kv@POD@MODEL for llm-d. Default: empty."""
     speculate: str | None
     """Draft the next tokens and verify several in one step: from the text so far (ngram), with the model's first N
     layers (layers), or with a draft model (draft; see train-draft). The output does not change. Default: no."""

@@ -23,6 +23,7 @@ from chairlift.core.sampling.structure import Structure
 from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.core.targets import NO_TARGETS, Targets
 from chairlift.engine.adapters import EngineAdapters
+from chairlift.engine.kv_events import KVEvents
 from chairlift.engine.output import CompletionSelection, OutputText, with_logprobs
 from chairlift.engine.pipeline import Pipeline
 from chairlift.engine.validation import RequestValidator
@@ -59,6 +60,7 @@ class Engine:
     cost_model: CostModel = field(default_factory=CostModel)  # It learns from every step.
     structured: StructuredOutput | None = None
     adapters: EngineAdapters | None = None
+    kv_events: KVEvents | None = None  # publishes what happens to cached blocks
     generates: InitVar[bool] = True
     # Where the tokens of a prompt with images stand, for models that place images in two dimensions.
     rotary_positions: Callable[[Sequence[int], Sequence[PromptImage]], object] | None = None
@@ -75,6 +77,9 @@ class Engine:
         self._num_submitted = 0
         self._unreported: set[str] = set()  # ids whose ending has not been published yet
         self._listeners: list[Callable[[Sequence[Event]], None]] = []
+        if self.kv_events is not None:
+            self.scheduler.kv.index.observer = self.kv_events
+            self.subscribe(self.kv_events.flush)
 
     @property
     def reasoning_format(self) -> ReasoningFormat | None:
@@ -256,6 +261,8 @@ class Engine:
             self.adapters.shut_down()
         self.executor.close()
         self.scheduler.close_tiers()
+        if self.kv_events is not None:
+            self.kv_events.close()
 
     # ---- a step ---------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from chairlift.config import EngineConfig
 from chairlift.core.cost_model import CostModel
 from chairlift.engine.adapters import EngineAdapters, make_adapters, open_configured
 from chairlift.engine.engine import Engine
+from chairlift.engine.kv_events import make_kv_events
 from chairlift.engine.load import LoadedModel, load
 from chairlift.engine.memory_plan import MemoryPlan
 from chairlift.engine.runner_factory import BuiltRunner, RunnerFactory
@@ -172,6 +173,7 @@ def _make_engine(
         cost_model=cost_model,
         structured=structured,
         adapters=adapters,
+        kv_events=make_kv_events(settings.config),
         generates=loaded.embedding.generates,
         rotary_positions=None if images is None else images.encoder.positions,
         clock=clock,

@@ -9,6 +9,7 @@ behind its tokens, in all of this.
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_left
 from collections import OrderedDict
@@ -64,6 +65,27 @@ class TokenHolder(Protocol):
     def num_known(self) -> int: ...
 
 
+class IndexedBlock(NamedTuple):
+    """A block that was indexed."""
+
+    digest: bytes
+    parent: bytes | None  # the digest of the block before it; None: it is a first one
+    tokens: Sequence[int]
+
+
+class IndexObserver(ABC):
+    """Is told of each change of an index. Blocks with a salt or with images are left out: their tokens alone do not say
+    who can share them."""
+
+    @abstractmethod
+    def stored(self, block: IndexedBlock) -> None:
+        """A block was indexed."""
+
+    @abstractmethod
+    def removed(self, digest: bytes) -> None:
+        """A block was evicted; it may be one that was left out."""
+
+
 class _Entry(NamedTuple):
     digest: bytes
     parent: bytes
@@ -79,6 +101,7 @@ class PrefixIndex:
         self._evicted: OrderedDict[bytes, None] = OrderedDict()
         self._claims: dict[bytes, str] = {}  # digest -> the running request that is computing that block
         self._claimants: set[str] = set()  # requests that have claimed blocks
+        self.observer: IndexObserver | None = None
 
     def __len__(self) -> int:
         return len(self._block_of)
@@ -143,6 +166,8 @@ class PrefixIndex:
                 self._evicted.pop(digest, None)
                 self._claims.pop(digest, None)
                 inserted.append(block)
+                if self.observer is not None and not request.salt and not request.images:
+                    self.observer.stored(IndexedBlock(digest, parent if position else None, block_tokens))
             parent = digest
         return inserted
 
@@ -187,6 +212,8 @@ class PrefixIndex:
             digest = self._entry_of.pop(block).digest
             del self._block_of[digest]
             self._evicted[digest] = None
+            if self.observer is not None:
+                self.observer.removed(digest)
             if len(self._evicted) > REMEMBERED_EVICTIONS:
                 self._evicted.popitem(last=False)
 

@@ -134,8 +134,9 @@ def draft(
         pieces = Pieces(
             old.rows[:last], old.sequences[:last], drafted.lengths[place, :last], old.starts[:last], old.counts[:last]
         )
-        order, shared = drafted.work.order[:last], drafted.work.shared
-        work = AttentionWork(pieces, drafted.work.tiles, drafted.work.partial, drafted.work.several, order, shared)
+        whole = drafted.work
+        order = whole.order[:last]
+        work = AttentionWork(pieces, whole.tiles, whole.partial, whole.several, order, whole.shared)
         cos, sin = drafted.cos[place : place + 1], drafted.sin[place : place + 1]
         slots, tables = drafted.slots[place : place + 1], drafted.tables
         rows = every[:active]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from chairlift.errors import CorruptCheckpoint, InvalidParameter, UnsupportedModel
 from chairlift.layers.rope import Rope, RotaryEmbedding, rotate_
-from chairlift.models import describe
+from chairlift.models import describe, rotations
 from chairlift.models.config import DecoderConfig
 from chairlift.models.rope_config import make_rope
 from tests.models.checkpoints import assert_matches, load, make_reference, read_config, save
@@ -261,3 +261,14 @@ def test_rotation_in_place_keeps_pair_lengths(rows: int, heads: int, pairs: int,
     torch.testing.assert_close(wide[:, :heads, pairs : 2 * pairs].double(), wanted.imag, atol=1e-4, rtol=1e-4)
     assert torch.equal(wide[:, :heads, 2 * pairs :], before[:, :heads, 2 * pairs :])
     assert torch.equal(wide[:, heads:], before[:, heads:])
+
+
+def test_what_is_kept_on_disk_depends_on_the_longest_sequence_where_rotations_do() -> None:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 64}
+    plain = transformers.LlamaConfig(
+        hidden_size=32, num_attention_heads=2, num_hidden_layers=1, head_dim=16, max_position_embeddings=256
+    ).to_dict()
+    scaled = plain | {"rope_parameters": {"rope_type": "longrope", "rope_theta": 10_000.0, "factor": 4.0} | factors}
+    assert rotations(plain, 32) == rotations(plain, 256)
+    assert rotations(scaled, 32) == rotations(scaled, 64)
+    assert rotations(scaled, 64) != rotations(scaled, 65)

@@ -30,7 +30,7 @@ from chairlift.loading.weight_cache.store import (
     weight_plugins,
 )
 from chairlift.machine.hardware import interleaved
-from chairlift.models import build_model, is_native
+from chairlift.models import build_model, is_native, rotations
 from chairlift.models.base import CausalLM
 from chairlift.options import format_bytes
 from chairlift.progress import loading_progress
@@ -125,10 +125,12 @@ def _folder(checkpoint: Checkpoint, num_bytes: int, settings: LoadSettings) -> P
 
 
 def weights_hash(checkpoint: Checkpoint, settings: LoadSettings) -> str:
-    """A hash of the files of a checkpoint, of how they are read, and of the code that computes with them."""
+    """A hash of the files of a checkpoint, of how they are read, and of the code that computes with them. With some
+    models, keys depend on the longest sequence, too."""
     files = checkpoint_state(checkpoint.path)["files"]
     parts = (config_state(checkpoint.config), settings.quantization, settings.config.quantize_head, code_state())
-    return hashlib.sha256(repr((files, *parts)).encode()).hexdigest()
+    ropes = rotations(checkpoint.config, settings.max_model_len)
+    return hashlib.sha256(repr((files, *parts, ropes)).encode()).hexdigest()
 
 
 def _identity(checkpoint: Checkpoint, settings: LoadSettings) -> dict[str, Any]:

@@ -128,6 +128,15 @@ def has_experts(config: Mapping[str, Any]) -> bool:
     return is_native(config) and any(layer.experts is not None for layer in decoder_config(config).layers)
 
 
+def rotations(config: Mapping[str, Any], max_len: int | None) -> list[str]:
+    """How the layers of a model that runs natively rotate positions, in words: it may depend on the longest
+    sequence."""
+    from chairlift.models.read_config import decoder_config
+
+    layers = decoder_config(config, max_len).layers if is_native(config) and not is_encoder(config) else ()
+    return [repr(layer.rope) for layer in layers]
+
+
 def describe(config: Mapping[str, Any], *, max_len: int | None = None) -> ModelInfo:
     """What follows from `config` alone: the attention layers, the sizes, the longest sequence."""
     if is_encoder(config):

@@ -22,6 +22,7 @@ from chairlift.terminal.tables import output_console, print_aligned
 if TYPE_CHECKING:
     from chairlift.engine.model_check import ModelCheck
     from chairlift.engine.model_fit import Fit
+    from chairlift.vision.model_images import ImagesCheck
 
 FORMATS = {
     "safetensors": "a folder with config.json, tokenizer.json and .safetensors files, one or many; also quantized by "
@@ -169,6 +170,16 @@ def _check_rows(checked: ModelCheck) -> Iterator[tuple[str, str]]:
     yield "KV cache", f"{per_token:,} bytes per token in bfloat16: {format_bytes(tokens * per_token)} for {tokens:,}"
     if checked.state_bytes_per_sequence:
         yield "state", f"{format_bytes(checked.state_bytes_per_sequence)} per sequence"
+    if checked.images is not None:
+        yield "images", _image_words(checked.images)
+
+
+def _image_words(images: ImagesCheck) -> str:
+    if images.obstacle is not None:
+        return f"not read: {images.obstacle}"
+    count = images.tokens_per_megapixel
+    tokens = "their tokens are known when its files are here" if count is None else f"{count:,} tokens per megapixel"
+    return f"read on a CPU, with {format_bytes(images.weight_bytes)} of vision weights; {tokens}"
 
 
 def describe_known(model: KnownModel) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from chairlift.models.wrappers import HEAD, canonical_name, text_config, text_pa
 from chairlift.options import parse_bytes
 from chairlift.progress import StartTimeline
 from chairlift.text.tokenizer import Tokenizer
-from chairlift.vision.model_images import ModelImages, load_images
+from chairlift.vision.model_images import ModelImages, check_images, load_images
 
 log = logging.getLogger("chairlift")
 
@@ -70,6 +70,7 @@ def load(
     embedding = read_embedding_config(checkpoint)
     _settle_tied_head(checkpoint, config, embedding)
     choose_implementation(checkpoint.config, config.model_impl)
+    check_images(checkpoint, base.device.type, config.images)
     if is_encoder(checkpoint.config):
         checkpoint.config[SEPARATOR] = tokenizer.token_id("[SEP]")
     settings = resolve(base, checkpoint)

@@ -28,6 +28,7 @@ from chairlift.models import format_obstacles, is_native
 from chairlift.models.weight_sizes import weight_bytes
 from chairlift.options import format_bytes, parse_bytes
 from chairlift.runner.memory import free_memory
+from chairlift.vision.model_images import vision_bytes
 
 log = logging.getLogger("chairlift")
 
@@ -59,8 +60,12 @@ def require_memory(checkpoint: Checkpoint, num_bytes: int, settings: LoadSetting
     """State what loading takes; raise if the machine does not have it."""
     config, dtype = settings.config, settings.model_dtype
     kv_bytes = 0 if config.kv_memory is None else parse_bytes("kv_memory", config.kv_memory)
+    for_images = vision_bytes(checkpoint.config, checkpoint.format, "cpu", config.images, dtype)
+    num_bytes += for_images
     free, needed = free_memory(CPU), num_bytes + kv_bytes
     parts = f"{format_bytes(num_bytes)} of weights"
+    if for_images:
+        parts += f", {format_bytes(for_images)} of them to read images,"
     if kv_bytes:
         parts += f" + {format_bytes(kv_bytes)} of KV cache = {format_bytes(needed)}"
     if needed <= free:

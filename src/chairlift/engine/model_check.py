@@ -18,6 +18,7 @@ from chairlift.loading.safetensors_checkpoint import quantized_reader
 from chairlift.models import describe, is_encoder, is_native, model_obstacles
 from chairlift.models.weight_sizes import microscaled_bytes, weight_bytes
 from chairlift.models.wrappers import hinted_kind, kind, text_config, text_part_notice
+from chairlift.vision.model_images import ImagesCheck, check_reading
 
 NATIVE, FALLBACK, REFUSED = "native", "fallback", "refused"
 PLAIN_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -53,6 +54,7 @@ class ModelCheck:
     formats: Mapping[str, FormatCheck] = field(default_factory=dict)
     kv_bytes_per_token: Mapping[str, int] = field(default_factory=dict)  # The keys are types.
     state_bytes_per_sequence: int = 0  # the states of recurrent layers
+    images: ImagesCheck | None = None  # what reading them takes, of a model with a vision part
 
 
 def check_model(name: str) -> ModelCheck:
@@ -76,7 +78,9 @@ def check_model(name: str) -> ModelCheck:
 
 
 def _check(name: str, model_type: str, found: ModelConfig) -> ModelCheck:
-    config, notes = found.config, [text_part_notice(found.config)]
+    config, images = found.config, check_reading(found.config, found.folder)
+    reads = images is not None and images.obstacle is None
+    notes = [kind(config) if reads else text_part_notice(config)]
     if is_encoder(config):
         notes.append("encoder: it only makes embeddings" if num_labels(config) is None else "classifier of texts")
     elif lacks_head(config.get("architectures")):
@@ -100,6 +104,7 @@ def _check(name: str, model_type: str, found: ModelConfig) -> ModelCheck:
         formats=_formats(config, found),
         kv_bytes_per_token={kind: bytes_per_token(info.attention_layers, dtype) for kind, dtype in PLAIN_TYPES.items()},
         state_bytes_per_sequence=sum(layer.num_bytes for layer in info.recurrent_layers),
+        images=images,
     )
 
 

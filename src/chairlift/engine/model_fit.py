@@ -29,6 +29,7 @@ from chairlift.models.base import ModelInfo
 from chairlift.models.weight_sizes import weight_bytes
 from chairlift.options import format_bytes
 from chairlift.runner.memory import free_memory
+from chairlift.vision.model_images import vision_bytes
 
 TYPICAL_TOKENS = 2048  # Requests at once are counted with this many tokens each, prompt and answer.
 LEAST_CONTEXT = 2048  # A cache for less is no use: the model does not fit.
@@ -116,6 +117,8 @@ def _fit(
         return Fit(False, device, missing=f"{wanted} is not possible: {'; '.join(obstacles)}")
     else:
         candidates = [_in_format(wanted, config, settings)]
+    for_images = vision_bytes(config, "safetensors", settings.device.type, settings.config.images, settings.dtype)
+    candidates = [replace(each, num_bytes=each.num_bytes + for_images) for each in candidates]
     for candidate in candidates:
         step_bytes = candidate.num_bytes + (STEP_BYTES_ON_GPU if on_gpu(settings.device) else 0)
         try:

@@ -73,6 +73,7 @@ class ModelConfig:
     problem: str | None = None  # why quantized weights, or the tokenizer of a GGUF file, cannot be read
     num_bytes: int | None = None  # The files with weights have this many; None: they are not here
     tokenizer: str | None = None  # It describes the tokenizer of a GGUF file in words.
+    folder: Path | None = None  # A safetensors checkpoint that is here lies there.
 
 
 def read_model_config(name: str) -> ModelConfig:
@@ -97,7 +98,8 @@ def read_model_config(name: str) -> ModelConfig:
         reader = quantized_reader(config)
     except UnsupportedModel as refusal:
         return ModelConfig(config, quantization_name(config), str(refusal), weights)
-    return ModelConfig(config, None if reader is None else reader.description(), num_bytes=weights)
+    folder = path.parent if weights is not None else None
+    return ModelConfig(config, None if reader is None else reader.description(), num_bytes=weights, folder=folder)
 
 
 def _read_gguf(path: Path) -> ModelConfig:

@@ -145,12 +145,22 @@ def _alike(images: Sequence[PromptImage]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _load(config: Any, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Any:
-    """The model of transformers without its text part, with its weights."""
-    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    from transformers.utils import logging
+def count_weights(config: Mapping[str, Any]) -> int:
+    """The weights of the vision part of a model, from its config alone."""
+    whole = whole_config(config)
+    try:
+        with torch.device("meta"):
+            shell = _without_text(type(whole))(whole)
+    except Exception as error:  # the constructors of a hundred model classes
+        raise UnsupportedModel(f"its vision part cannot be built: {error!r}") from error
+    return sum(parameter.numel() for parameter in shell.parameters())
 
-    whole = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+
+def _without_text(config_class: type) -> Any:
+    """The class of transformers for a whole model, made without its text part."""
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    whole: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[config_class]
 
     def without_text(self: Any, config: Any) -> None:
         whole.__init__(self, config)
@@ -170,7 +180,14 @@ def _load(config: Any, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype
         "get_output_embeddings": lambda self: None,
         "__module__": whole.__module__,
     }
-    only_vision: Any = type(whole.__name__, (whole,), changes)
+    return type(whole.__name__, (whole,), changes)
+
+
+def _load(config: Any, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Any:
+    """The model of transformers without its text part, with its weights."""
+    from transformers.utils import logging
+
+    only_vision = _without_text(type(config))
     state = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors}
     shows_progress = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
@@ -180,7 +197,7 @@ def _load(config: Any, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype
             config=config,
             state_dict=state,
             dtype=dtype,
-            attn_implementation="sdpa" if whole._supports_sdpa else "eager",
+            attn_implementation="sdpa" if only_vision._supports_sdpa else "eager",
             output_loading_info=True,
             local_files_only=True,
         )

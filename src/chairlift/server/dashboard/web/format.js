@@ -47,6 +47,7 @@ const WAIT_WORDS = {
   grammar: "its grammar is being compiled",
   adapter: "its adapter is being loaded",
   adapter_memory: "its adapter has no room yet",
+  images: "its next image is being encoded",
   prefix: "another computes the same prefix",
   loading: "its prefix is being loaded from a tier",
 };

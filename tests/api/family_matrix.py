@@ -154,7 +154,9 @@ def _run_setting(
         )
     if setting == "ngram drafts":
         assert any(isinstance(event, DraftsVerified) for event in events), "no draft token was proposed"
-    assert not crowded or any(isinstance(event, RequestPreempted) for event in events), "no request was preempted"
+    is_short_of_blocks = crowded and not any(layer.window for layer in loaded.model.attention_layers)
+    was_preempted = any(isinstance(event, RequestPreempted) for event in events)
+    assert was_preempted or not is_short_of_blocks, "no request was preempted"
 
 
 def _crowd(

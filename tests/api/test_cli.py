@@ -43,6 +43,7 @@ COMMANDS = [
     ["rm"],
     ["ps"],
     ["stop"],
+    ["cache"],
     ["compile"],
     ["make-model"],
     ["cluster"],
@@ -107,6 +108,7 @@ WORDS = {
         "NAME=VALUE[,NAME=VALUE…]",
     ),
     *("PROMPT", "INPUT", "OUTPUT", "TOPIC"),  # what arguments are for
+    *("HOST", "NAME=PATH"),
 }
 TEXTS = {"--stop", "--system", "--system-prompt", "PROMPT"}  # Their values are texts.
 

@@ -106,7 +106,8 @@ def test_greedy_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
             for prompt, expected_tokens, actual in zip(texts, expected, run.outputs, strict=True):
                 tie = compare(hf, prompt, expected_tokens, actual)
                 assert tie is None, f"{setting}, round {round_number}: {tie}"
-            if setting in ("preempted", "swapped"):
+            # Models with windows give blocks back and may have enough of them.
+            if setting in ("preempted", "swapped") and not any(layer.window for layer in loaded.model.attention_layers):
                 assert run.num_preemptions > 0
         if setting == "together":
             assert any(event.cached_tokens for event in run.events if isinstance(event, RequestAdmitted))

@@ -89,6 +89,11 @@ def test_most_options_have_a_check() -> None:
         "cors_origin",
         "allowed_host",
         "weight_cache",  # any folder
+        "kv_disk",
+        "lora_folder",
+        "kv_events_topic",  # any text
+        "access_log_salt",
+        "classes",  # checked where they are parsed
     }
 
 

@@ -54,7 +54,7 @@ def make_engine(requests: int) -> Engine:
         cast(
             AttentionBackend, SimpleNamespace(batch_spec=lambda layers, dtype: BatchSpec(16, 8192, lambda rows: False))
         ),
-        cast(KVStorage, SimpleNamespace(block_size=BLOCK_SIZE)),
+        cast(KVStorage, SimpleNamespace(block_size=BLOCK_SIZE, num_tables=1)),
         StepSizes(requests, tokens=8192, context=4096),
     )
     kv = KVCache(num_blocks=requests * 64, block_size=BLOCK_SIZE)

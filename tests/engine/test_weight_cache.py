@@ -124,7 +124,7 @@ def test_the_reason_to_pack_again_is_said_once(tmp_path: Path, caplog: pytest.Lo
 
 def test_weights_of_another_shape_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the identity had not noticed that the checkpoint changed."""
-    monkeypatch.setattr(weights, "checkpoint_state", lambda path: {"path": "model.gguf"})
+    monkeypatch.setattr(weights, "checkpoint_state", lambda path: {"path": "model.gguf", "files": []})
     folder = tmp_path / "cache"
     tokens(make(tmp_path), folder, "checkpoint")
     path = make(tmp_path, hidden_size=512)

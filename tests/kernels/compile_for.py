@@ -58,6 +58,7 @@ launch.overlapping = lambda device: {"OVERLAP": True, "launch_pdl": True} if hop
 launch.shared_memory = lambda device: SHARED_MEMORY[capability]
 
 from chairlift.attention.recurrent import RecurrentBatch
+from chairlift.kernels.adapter_table import WIDTH, entry
 from chairlift.kernels.triton import fp8, invariant_attention, layers, norms, sampling, vector
 from chairlift.kernels.triton.attention import Chunks, Scoring
 from chairlift.kernels.triton.decode import Fresh, _decode_tiling
@@ -73,6 +74,7 @@ from chairlift.kernels.triton.latent.expanded import attend_within_chunks, value
 from chairlift.kernels.triton.latent.prepare import NewLatents, prepare_and_absorb_, prepare_latents_
 from chairlift.kernels.triton.products import activation, invariant, product
 from chairlift.kernels.triton.products import tiling as product_tiling
+from chairlift.kernels.triton.products.adapters import FEW_ROWS, add_terms
 from chairlift.kernels.triton.recurrent.convolution import convolve
 from chairlift.kernels.triton.recurrent.gates import RawGates, gated_norm
 from chairlift.kernels.triton.recurrent.recurrence import run_recurrence
@@ -392,6 +394,16 @@ def compile_recurrent() -> None:
         gated_norm(x[:, : heads * DIM].contiguous(), gate, norm, DIM, 1e-6, order)
 
 
+def compile_adapters() -> None:
+    a, b = torch.zeros(8, HIDDEN).to(BF16), torch.zeros(8, INNER).to(BF16)
+    table = torch.zeros(2, 1, WIDTH, dtype=torch.int64)
+    table[1, 0] = torch.tensor(entry(a, [(0, b)]))
+    for rows in (FEW_ROWS, 8 * FEW_ROWS):
+        x, out = torch.zeros(rows, HIDDEN).to(BF16), torch.zeros(rows, INNER).to(BF16)
+        slots = torch.ones(rows, 1, dtype=torch.int32)
+        add_terms(x, out, table, 0, slots, torch.ones(rows, 1), None, BF16)
+
+
 def compile_drafts() -> None:
     scores, ids, found = torch.randn(4, VOCAB).to(BF16), torch.zeros(VOCAB, dtype=torch.int64), as_ints([0] * 4, CPU)
     likeliest(scores, None, found, found.clone(), 8)
@@ -418,6 +430,7 @@ for compile_some in (
     compile_routing,
     compile_latent,
     compile_recurrent,
+    compile_adapters,
     compile_drafts,
     compile_sampling,
 ):

@@ -432,6 +432,7 @@ def test_a_configuration_survives_the_way_to_a_worker() -> None:
         keys=KeySources(["x"], Path("keys")),
         cors_origins=["*"],
         allowed_hosts=["h"],
+        image_hosts=["i"],
         limits=Limits(tenant_weights={"a": 2.0}),
     )
     assert decode_config(encode_config(config)) == config

@@ -26,7 +26,22 @@ from chairlift.terminal.options import ChatOptions, EngineOptions, SamplingOptio
 RUN, MODELS, SERVERS = "Run a model", "Models on this machine", "Servers and fleets"
 UNDERSTAND = "Measure, simulate and understand"
 # The help lists these first, in the order in which a newcomer needs them.
-FIRST = ("run", "chat", "serve", "generate", "batch", "pull", "list", "show", "rm", "models", "ps", "stop", "cluster")
+FIRST = (
+    "run",
+    "chat",
+    "serve",
+    "generate",
+    "batch",
+    "pull",
+    "list",
+    "show",
+    "rm",
+    "models",
+    "cache",
+    "ps",
+    "stop",
+    "cluster",
+)
 RUNS_MODELS = ("run", "chat", "serve", "generate", "batch")
 _NO_ACCESS = frozenset({errno.EACCES, errno.EPERM})
 _BROKEN_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})

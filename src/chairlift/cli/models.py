@@ -65,7 +65,7 @@ def models(
     quantization: Annotated[
         str | None,
         typer.Option(
-            metavar="FORMAT",
+            metavar="TYPE",
             help="With --check: whether it fits with its weights in this format, not in the first one that fits.",
         ),
     ] = None,

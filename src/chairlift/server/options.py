@@ -19,7 +19,7 @@ def _check_hosts(parameter: str, hosts: Sequence[str]) -> None:
     """Raise for an entry that names no host."""
     for host in hosts:
         name, colon, port = host.partition(":")
-        if not name.strip("*.") or "/" in host or (colon and not port.isdecimal()):
+        if not name.strip("*.") or name.startswith("-") or "/" in host or (colon and not port.isdecimal()):
             raise InvalidParameter(parameter, f"must be hosts such as example.com or *.example.com, got {host[:100]!r}")
 
 

@@ -24,7 +24,6 @@ from chairlift.server.served_adapters import ServedAdapters
 from chairlift.text.reasoning_formats.base import ReasoningFormat, choose_reasoning
 from chairlift.text.tokenizer import Tokenizer
 from chairlift.text.tool_formats.base import ToolFormat, choose_format
-from chairlift.vision.support import image_obstacle
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +54,13 @@ _IMAGE_NAMES = (b'"image"', b'"images"', b'"image_url"', b'"input_image"', b'"im
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def _images(engine: Mapping[str, Any]) -> str:
-    return str(engine.get("images", "auto"))
+def _reads_images(checkpoint: Checkpoint | ConfigCheckpoint, wanted: str, *, on_gpu: bool) -> bool:
+    """Whether images of requests are read. Of a model without any, what knows families is not imported."""
+    if not any("vision" in name for name in checkpoint.config):
+        return False
+    from chairlift.vision.support import image_obstacle
+
+    return image_obstacle(checkpoint.config, checkpoint.format, "cuda" if on_gpu else "cpu", wanted) is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +128,7 @@ class ServedModel:
         on_gpu = device.startswith("cuda") or (device == "auto" and count_gpus() > 0)
         tokenizer = make_tokenizer(checkpoint, chat_template or read_chat_template(engine.get("chat_template")))
         images = None
-        if image_obstacle(checkpoint.config, checkpoint.format, "cuda" if on_gpu else "cpu", _images(engine)) is None:
+        if _reads_images(checkpoint, str(engine.get("images", "auto")), on_gpu=on_gpu):
             images = ImageReader(checkpoint.path, checkpoint.config, tokenizer, AllowedHosts(image_hosts))
         return cls.create(
             names[0],

@@ -133,7 +133,9 @@ def bench_interference(
     peer_options: PeerOptions,
     what_if: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=VALUE,…", help="Also measure this engine with these settings; may be repeated."),
+        typer.Option(
+            metavar="NAME=VALUE[,NAME=VALUE…]", help="Also measure this engine with these settings; may be repeated."
+        ),
     ] = None,
 ) -> BenchResult:
     """The time between tokens of requests that generate while long prompts arrive.

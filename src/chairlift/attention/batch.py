@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -131,7 +131,6 @@ class AdapterRows:
 
     slots: Tensor  # [T, K] int32, -1: none
     weights: Tensor  # [T, K] float32
-    host: Any = None  # the same for compiled kernels of a CPU, made when it is first needed
 
     @classmethod
     def of(cls, requests: Sequence[Request], rows: Sequence[range], num_rows: int) -> AdapterRows | None:

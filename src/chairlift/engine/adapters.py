@@ -124,7 +124,7 @@ class EngineAdapters:
                 self.pool.failed(adapter)
                 failed.append((adapter, error))
                 continue
-            adapter.num_bytes = sum(terms.num_bytes for terms in placed.values())
+            adapter.num_bytes = placed.num_bytes
             self._bank.put(adapter.slot, placed)
             self.pool.loaded(adapter)
         for adapter in self.pool.take_loads():

@@ -14,9 +14,13 @@ WIDTH = PARTS + 4 * MAX_PARTS
 
 def entry(a: Tensor, parts: Sequence[tuple[int, Tensor]]) -> list[int]:
     """The entry of a first matrix [ranks, in] and of the second ones [rank, channels], each with its first channel."""
+    assert all(b.dtype is a.dtype for _, b in parts)
+    second = [(first, b.shape[1], len(b), b.data_ptr()) for first, b in parts]
+    return numbers_of(a.data_ptr(), len(a), a.itemsize == 2, second)
+
+
+def numbers_of(address: int, ranks: int, is_half: bool, parts: Sequence[tuple[int, int, int, int]]) -> list[int]:
+    """The columns of an entry, whose parts have their first channel, channels, rank and address."""
     assert len(parts) <= MAX_PARTS
-    numbers = [a.data_ptr(), len(a), a.itemsize == 2, len(parts)]
-    for first, b in parts:
-        assert b.dtype is a.dtype
-        numbers += [first, b.shape[1], len(b), b.data_ptr()]
-    return [*map(int, numbers), *[0] * (WIDTH - len(numbers))]
+    numbers = [address, ranks, int(is_half), len(parts), *(number for part in parts for number in part)]
+    return [*numbers, *[0] * (WIDTH - len(numbers))]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from chairlift.attention.batch import AdapterRows
-from chairlift.kernels.adapter_table import WIDTH, entry
+from chairlift.kernels.adapter_table import RANK, WIDTH, entry, numbers_of
 from chairlift.kernels.gpu import on_gpu
 from chairlift.layers.formats.base import ALONE, Fusion, FusionPart, Product, WeightFormat
 from chairlift.layers.linear import Linear
@@ -36,13 +36,20 @@ class ProductTerms(NamedTuple):
     a: Tensor  # [ranks of all parts, in]
     parts: Sequence[PartTerm]
 
-    @property
-    def num_bytes(self) -> int:
-        return self.a.nbytes + sum(part.b.nbytes for part in self.parts)
-
 
 PackedAdapter = Mapping[int, ProductTerms]
 """The terms of an adapter by the number of the product."""
+
+
+class PlacedAdapter(NamedTuple):
+    """An adapter in memory of the device, as kernels read it."""
+
+    entries: Mapping[int, list[int]]  # of the table, by the number of the product
+    memory: Sequence[Tensor]  # where its numbers are
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.memory)
 
 
 class AdaptedWeight(WeightFormat):
@@ -91,11 +98,11 @@ class AdapterBank:
 
     def __init__(self) -> None:
         self.products: list[tuple[int, int]] = []  # The inputs and outputs of each adapted product.
-        self._adapters: dict[int, PackedAdapter] = {}
+        self._adapters: dict[int, PlacedAdapter] = {}
         self._rows: AdapterRows | None = None
         self._picked: Tensor | None = None  # the only rows of the step that products still have
+        self._picked_terms: Terms | None = None  # Compiled kernels read these rows so.
         self._device, self._dtype = torch.device("cpu"), torch.float32
-        self._most_ranks: dict[int, int] = {}  # The largest rank among the products of the adapter in a slot.
         self._table = np.zeros((0, 0, 0), dtype=np.int64)
         self._device_table: Tensor | None = None
 
@@ -115,18 +122,17 @@ class AdapterBank:
     def is_attached(self) -> bool:
         return bool(self.products)
 
-    def put(self, slot: int, adapter: PackedAdapter) -> None:
-        """Make an adapter, whose numbers are on the device, the one of a slot."""
+    def put(self, slot: int, adapter: PlacedAdapter) -> None:
+        """Make an adapter the one of a slot."""
         self._adapters[slot] = adapter
-        self._most_ranks[slot] = max((len(terms.a) for terms in adapter.values()), default=0)
         self._table[slot] = 0
-        for number, terms in adapter.items():
-            self._table[slot, number] = entry(terms.a, [(part.first, part.b) for part in terms.parts])
+        for number, numbers in adapter.entries.items():
+            self._table[slot, number] = numbers
         self._send(slot)
 
     def drop(self, slot: int) -> None:
         """Free the memory of a slot's adapter; no step that uses it is in flight."""
-        del self._adapters[slot], self._most_ranks[slot]
+        del self._adapters[slot]
         self._table[slot] = 0
         self._send(slot)
 
@@ -138,11 +144,11 @@ class AdapterBank:
 
     def begin(self, rows: AdapterRows | None) -> None:
         """Begin a step, whose rows have these adapters."""
-        self._rows, self._picked = rows, None
+        self._rows, self._picked, self._picked_terms = rows, None, None
 
     def pick(self, rows: Tensor) -> None:
         """Products have only these rows of the step from now on."""
-        self._picked = rows
+        self._picked, self._picked_terms = rows, None
 
     @property
     def has_rows(self) -> bool:
@@ -158,69 +164,78 @@ class AdapterBank:
 
             assert self._device_table is not None
             add_terms(x, out, self._device_table, number, rows.slots, rows.weights, self._picked, self._dtype)
-        elif x.dtype is torch.float32 and out.is_contiguous():
-            self._add_compiled(number, x.contiguous(), out)
         else:
-            self._add_plainly(number, x, out)
+            self._add_compiled(number, x.float().contiguous(), out)
 
     def _add_compiled(self, number: int, x: Tensor, out: Tensor) -> None:
         from chairlift.kernels.cpu.adapters import add_terms
         from chairlift.kernels.cpu.threads import the_team
 
-        terms = self.terms()
-        picked = np.arange(len(x)) if self._picked is None else self._picked.long().numpy()
-        the_team().run(add_terms, terms, picked, number, x.numpy(), out.numpy())
+        if self._picked_terms is None:
+            self._picked_terms = self.terms(self._picked)
+        terms, wide = self._picked_terms, out.float().contiguous()
+        the_team().run(add_terms, terms, terms.picked, number, x.numpy(), wide.numpy())
+        if wide is not out:
+            out.copy_(wide)
 
-    def _add_plainly(self, number: int, x: Tensor, out: Tensor) -> None:
-        """In any type, with torch's operations."""
-        assert self._rows is not None
-        slots, weights = self._rows.slots, self._rows.weights
-        if self._picked is not None:
-            slots, weights = slots[self._picked.long()], weights[self._picked.long()]
-        for k in range(slots.shape[1]):
-            for slot in slots[:, k].unique().tolist():
-                terms = self._adapters[slot].get(number) if slot >= 0 else None
-                if terms is None:
-                    continue
-                index = (slots[:, k] == slot).nonzero()[:, 0]
-                shrunk = (x[index].float() @ terms.a.float().mT) * weights[index, k, None]
-                start = 0
-                for first, b in terms.parts:
-                    term = shrunk[:, start : start + len(b)] @ b.float()
-                    columns = slice(first, first + b.shape[1])
-                    out[index, columns] = (out[index, columns].float() + term).to(out.dtype)
-                    start += len(b)
-
-    def terms(self) -> Terms:
-        """The step as compiled kernels of a CPU read it."""
-        from chairlift.kernels.cpu.adapters import NO_TERMS, Terms
+    def terms(self, picked: Tensor | None = None) -> Terms:
+        """The step as compiled kernels of a CPU read it; `picked`: the only rows behind the last attention."""
+        from chairlift.kernels.cpu.adapters import NO_TERMS, Terms, group_rows, padded
 
         if self._rows is None:
             return NO_TERMS
-        if self._rows.host is None:
-            slots, weights = self._rows.slots.numpy(), self._rows.weights.numpy()
-            ranks = max((self._most_ranks[slot] for slot in np.unique(slots).tolist() if slot >= 0), default=0)
-            shrunk = np.empty((*slots.shape, ranks), dtype=np.float32)
-            self._rows.host = Terms(self._table, slots, weights, shrunk)
-        terms: Terms = self._rows.host
-        return terms
+        slots, weights = self._rows.slots.numpy(), self._rows.weights.numpy()
+        groups = group_rows(slots, weights)
+        ranks = padded(int(self._table[groups.slots, :, RANK].max(initial=0)))
+        shrunk = np.empty((2, len(groups.rows), ranks), dtype=np.float32)
+        only = groups if picked is None else group_rows(slots, weights, picked.numpy())
+        return Terms(self._table, groups, only, shrunk)
 
     # ---- memory ---------------------------------------------------------------------------------------------------
 
-    def placed(self, adapter: PackedAdapter) -> PackedAdapter:
+    def placed(self, adapter: PackedAdapter) -> PlacedAdapter:
         """The adapter in memory of the device: on a GPU in the model's type, on a CPU in float32, or in bfloat16 where
         that is exact and so half as much is read."""
-        dtype = self._dtype if on_gpu(self._device) else _exact_type(adapter)
+        if not on_gpu(self._device):
+            return _in_panels(adapter)
 
         def stored(matrix: Tensor) -> Tensor:
-            return matrix.to(self._device, dtype).contiguous()
+            return matrix.to(self._device, self._dtype).contiguous()
 
-        return {
-            number: ProductTerms(stored(terms.a), [PartTerm(part.first, stored(part.b)) for part in terms.parts])
-            for number, terms in adapter.items()
-        }
+        entries, memory = {}, []
+        for number, terms in adapter.items():
+            a, parts = stored(terms.a), [(part.first, stored(part.b)) for part in terms.parts]
+            entries[number] = entry(a, parts)
+            memory += [a, *(b for _, b in parts)]
+        return PlacedAdapter(entries, memory)
 
 
-def _exact_type(adapter: PackedAdapter) -> torch.dtype:
-    matrices = (matrix for terms in adapter.values() for matrix in (terms.a, *(part.b for part in terms.parts)))
-    return torch.bfloat16 if all(torch.equal(each.bfloat16().to(each), each) for each in matrices) else torch.float32
+def _in_panels(adapter: PackedAdapter) -> PlacedAdapter:
+    """Place an adapter in one piece of host memory, in the order in which it is read."""
+    from chairlift.kernels.cpu.adapters import padded, put_panels
+    from chairlift.kernels.cpu.aligned import aligned
+
+    matrices = [matrix for terms in adapter.values() for matrix in (terms.a.mT, *(part.b for part in terms.parts))]
+    is_half = all(torch.equal(matrix.bfloat16().to(matrix), matrix) for matrix in matrices)
+    dtype = np.uint16 if is_half else np.float32
+    memory = aligned((sum(len(matrix) * padded(matrix.shape[1]) for matrix in matrices),), dtype)
+    start = 0
+
+    def put(matrix: Tensor) -> int:
+        """Write a matrix behind those before it; return its address."""
+        nonlocal start
+        begin, start = start, start + len(matrix) * padded(matrix.shape[1])
+        numbers = matrix.bfloat16().view(torch.uint16) if is_half else matrix.float()
+        put_panels(memory[begin:start], numbers.numpy())
+        return memory[begin:].ctypes.data
+
+    entries = {
+        number: numbers_of(
+            put(terms.a.mT),
+            len(terms.a),
+            is_half,
+            [(part.first, part.b.shape[1], len(part.b), put(part.b)) for part in terms.parts],
+        )
+        for number, terms in adapter.items()
+    }
+    return PlacedAdapter(entries, [torch.from_numpy(memory)])

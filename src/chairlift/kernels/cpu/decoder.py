@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from chairlift.kernels.cpu.adapters import NO_TERMS, Terms, expand, shrink
+from chairlift.kernels.cpu.adapters import NO_TERMS, Groups, Terms, expand, shrink
 from chairlift.kernels.cpu.aligned import aligned
 from chairlift.kernels.cpu.attention import Cache, Score, attend, merge, store
 from chairlift.kernels.cpu.attention_work import AttentionWork
@@ -76,10 +76,10 @@ class Step(NamedTuple):
 
 
 class Site(NamedTuple):
-    """Where a phase is: which product of the model, and whether the last layer's rows are picked."""
+    """A product as adapters have it: its number, and where its shrunk inputs are kept."""
 
     product: int
-    picks: bool
+    half: int
 
 
 QKV, OUTPUT, GATE_UP, DOWN = range(4)
@@ -92,7 +92,7 @@ class Buffers(NamedTuple):
     qkv: np.ndarray  # [rows, heads + 2 * kv_heads, head_dim] float32
     attended: np.ndarray  # [rows, heads, head_dim] float32
     gate_up: np.ndarray  # [rows, 2 * inner] float32, or [rows, inner] without a gate
-    delta: np.ndarray  # [rows, hidden] float32: what a block adds, before its norm
+    delta: np.ndarray  # [rows, hidden] float32: normed rows that adapters need, or what a block adds, before its norm
     hidden_rows: StepRows
     attended_rows: StepRows
     inner_rows: StepRows
@@ -150,46 +150,32 @@ def decode_layer(
     store_layer(shared, members, net, layer, step, buffers)
     attend(shared, members, buffers.qkv[:, :heads], cache, step.work, how, buffers.attended)
     barrier(shared, members)
-    _merge_and_round(shared, step, how.sinks, buffers, Site(layer * PRODUCTS + OUTPUT, picks))
+    _merge_and_round(shared, step, how.sinks, buffers, picks)
     barrier(shared, members)
-    before = Site(layer * PRODUCTS + GATE_UP, picks)
+    terms, groups = step.adapters, step.adapters.picked if picks else step.adapters.groups
+    site = Site(layer * PRODUCTS + OUTPUT, 1)
+    attended = buffers.attended.reshape(buffers.attended.shape[0], -1)
+    shrink(shared, members, terms, groups, site.product, site.half, groups.rows, attended)
+    before = Site(layer * PRODUCTS + GATE_UP, 0)
     if net.parallel:
-        _norm_and_round(shared, x, net, net.before_mlp, layer, buffers.hidden_rows, step, before)
-        barrier(shared, members)
-    weight, site = layer_of(net.output, layer), Site(layer * PRODUCTS + OUTPUT, picks)
-    rows, after = buffers.attended_rows, net.after_attention
-    _add_product(shared, members, x, rows, weight, net.output_bias, net, after, layer, buffers, step, site)
+        _norm_and_round(shared, members, x, net, net.before_mlp, layer, buffers, terms, groups, before)
+    weight, rows, after = layer_of(net.output, layer), buffers.attended_rows, net.after_attention
+    _add_product(shared, members, x, rows, weight, net.output_bias, net, after, layer, buffers, terms, groups, site)
     if not net.parallel:
-        _norm_and_round(shared, x, net, net.before_mlp, layer, buffers.hidden_rows, step, before)
-        barrier(shared, members)
+        _norm_and_round(shared, members, x, net, net.before_mlp, layer, buffers, terms, groups, before)
     weight = layer_of(net.gate_up, layer)
     times(shared, members, buffers.hidden_rows, count, weight, net.gate_up_bias[layer], False, buffers.gate_up)
     barrier(shared, members)
-    _add_terms(shared, members, step, before, count, buffers.gate_up)
-    site = Site(layer * PRODUCTS + DOWN, picks)
-    _activate_and_round(shared, count, buffers, net, layer, step, site)
+    expand(shared, members, terms, groups, before.product, before.half, buffers.gate_up)
+    _activate_and_round(shared, count, buffers, net, layer)
     barrier(shared, members)
+    site = Site(layer * PRODUCTS + DOWN, 0)
+    inner = buffers.gate_up.shape[1] // 2 if net.gated else buffers.gate_up.shape[1]
+    shrink(shared, members, terms, groups, site.product, site.half, groups.places, buffers.gate_up[:, :inner])
     weight, rows = layer_of(net.down, layer), buffers.inner_rows
-    _add_product(shared, members, x, rows, weight, net.down_bias, net, net.after_mlp, layer, buffers, step, site)
-
-
-@compiled()
-def _row_of(step: Step, place: int, picks: bool) -> Any:
-    """The row of the step that is at this place."""
-    return step.rows[place] if picks else place
-
-
-@compiled(FAST)
-def _add_terms(shared: Any, members: int, step: Step, site: Site, count: int, out: Any) -> None:
-    """Add the terms of adapters to the product of `count` rows."""
-    if step.adapters.slots.shape[0] == 0:
-        return
-    while True:
-        place = claim(shared, 1)
-        if place >= count:
-            break
-        expand(step.adapters, _row_of(step, place, site.picks), site.product, out[place])
-    barrier(shared, members)
+    _add_product(
+        shared, members, x, rows, weight, net.down_bias, net, net.after_mlp, layer, buffers, terms, groups, site
+    )
 
 
 @compiled(FAST)
@@ -210,18 +196,19 @@ def _add_product(
     norms: Norms,
     layer: int,
     buffers: Buffers,
-    step: Step,
+    terms: Terms,
+    groups: Groups,
     site: Site,
 ) -> None:
     """Add the product of `rows` to the residual stream, normed if there is a norm behind the block."""
     if norms.weight.shape[1] == 0:
         times(shared, members, rows, x.shape[0], weight, bias[layer], True, x)
         barrier(shared, members)
-        _add_terms(shared, members, step, site, x.shape[0], x)
+        expand(shared, members, terms, groups, site.product, site.half, x)
         return
     times(shared, members, rows, x.shape[0], weight, bias[layer], False, buffers.delta)
     barrier(shared, members)
-    _add_terms(shared, members, step, site, x.shape[0], buffers.delta)
+    expand(shared, members, terms, groups, site.product, site.half, buffers.delta)
     while True:
         row = claim(shared, 1)
         if row >= x.shape[0]:
@@ -238,13 +225,12 @@ def store_layer(shared: Any, members: int, net: Network, layer: int, step: Step,
     """Run the first three phases: project and rotate queries, keys and values; store keys and values."""
     flat = buffers.qkv.reshape(buffers.qkv.shape[0], -1)
     cache = _cache_of(step, layer)
-    site = Site(layer * PRODUCTS + QKV, False)
-    _norm_and_round(shared, step.x, net, net.before_attention, layer, buffers.hidden_rows, step, site)
-    barrier(shared, members)
+    site, terms, groups = Site(layer * PRODUCTS + QKV, 0), step.adapters, step.adapters.groups
+    _norm_and_round(shared, members, step.x, net, net.before_attention, layer, buffers, terms, groups, site)
     weight = layer_of(net.qkv, layer)
     times(shared, members, buffers.hidden_rows, step.x.shape[0], weight, net.qkv_bias[layer], False, flat)
     barrier(shared, members)
-    _add_terms(shared, members, step, site, step.x.shape[0], flat)
+    expand(shared, members, terms, groups, site.product, site.half, flat)
     _rotate_and_store(shared, step, buffers.qkv, buffers.attended.shape[1], step.keys.shape[3], net, layer, cache)
     barrier(shared, members)
 
@@ -273,19 +259,31 @@ def _keep(shared: Any, x: Any, kept: Any) -> None:
 
 @compiled(FAST)
 def _norm_and_round(
-    shared: Any, x: Any, net: Network, norms: Norms, layer: int, rows: StepRows, step: Step, site: Site
+    shared: Any,
+    members: int,
+    x: Any,
+    net: Network,
+    norms: Norms,
+    layer: int,
+    buffers: Buffers,
+    terms: Terms,
+    groups: Groups,
+    site: Site,
 ) -> None:
-    normed = np.empty(x.shape[1], dtype=np.float32)
+    """Norm the residual stream and round it for a product, and shrink it for the terms of that."""
+    own = np.empty(x.shape[1], dtype=np.float32)
     while True:
         row = claim(shared, 1)
         if row >= x.shape[0]:
-            return
+            break
+        normed = buffers.delta[row] if groups.slots.shape[0] > 0 else own
         if norms.weight.shape[1] == 0:
             normed[:] = x[row]
         else:
             stream_norm_row(x[row], norms.weight[layer], norms.bias[layer], net.centers, net.eps, normed)
-        round_into(normed, rows, row)
-        shrink(step.adapters, _row_of(step, row, site.picks), site.product, normed)
+        round_into(normed, buffers.hidden_rows, row)
+    barrier(shared, members)
+    shrink(shared, members, terms, groups, site.product, site.half, groups.places, buffers.delta)
 
 
 @compiled(FAST)
@@ -333,28 +331,25 @@ def _rotate(values: Any, cos: Any, sin: Any) -> None:
 
 
 @compiled(FAST)
-def _merge_and_round(shared: Any, step: Step, sinks: Any, buffers: Buffers, site: Site) -> None:
-    """Merge the pieces of attention rows and quantize them. If the site picks, only the picked rows, moved to the front
+def _merge_and_round(shared: Any, step: Step, sinks: Any, buffers: Buffers, picks: bool) -> None:
+    """Merge the pieces of attention rows and quantize them. With `picks`, only the picked rows, moved to the front
     together with their residuals."""
     flat = buffers.attended.reshape(buffers.attended.shape[0], -1)
-    count = step.rows.shape[0] if site.picks else step.x.shape[0]
+    count = step.rows.shape[0] if picks else step.x.shape[0]
     merged = np.empty((1, buffers.attended.shape[2]), dtype=np.float32)
     while True:
         place = claim(shared, 1)
         if place >= count:
             return
-        row = _row_of(step, place, site.picks)
+        row = step.rows[place] if picks else place
         merge(row, step.work, sinks, merged, buffers.attended)
         round_into(flat[row], buffers.attended_rows, place)
-        shrink(step.adapters, row, site.product, flat[row])
-        if site.picks:
+        if picks:
             step.out[place] = step.x[row]
 
 
 @compiled(FAST)
-def _activate_and_round(
-    shared: Any, count: int, buffers: Buffers, net: Network, layer: int, step: Step, site: Site
-) -> None:
+def _activate_and_round(shared: Any, count: int, buffers: Buffers, net: Network, layer: int) -> None:
     inner = buffers.gate_up.shape[1] // 2 if net.gated else buffers.gate_up.shape[1]
     while True:
         row = claim(shared, 1)
@@ -363,7 +358,6 @@ def _activate_and_round(
         gate, up = buffers.gate_up[row, :inner], buffers.gate_up[row, inner:]
         gate_row(gate, up, net.activation, net.factors[layer])
         round_into(gate, buffers.inner_rows, row)
-        shrink(step.adapters, _row_of(step, row, site.picks), site.product, gate)
 
 
 @compiled_and_kept(FAST)

@@ -344,7 +344,7 @@ def _add_products(b: ir.IRBuilder, rows: int, size: int, args: Sequence[ir.Value
         with cgutils.for_range(b, depth) as loop:
             start = b.add(right, b.mul(right_bytes, loop.index))
             offsets = [16 * size * vector for vector in vectors]
-            columns = [_load_numbers(b, b.add(start, I64(offset)), size) for offset in offsets]
+            columns = [load_numbers(b, b.add(start, I64(offset)), size) for offset in offsets]
             if ahead is not None:
                 for offset in offsets:
                     if offset % 64 == 0:
@@ -416,7 +416,7 @@ def keys_tile(rows: int) -> Any:
                 whole = b.mul(b.udiv(depth, I64(at_once)), I64(at_once))
                 with cgutils.for_range(b, b.udiv(b.urem(depth, I64(at_once)), I64(KEY_TILE))) as loop:
                     place = b.add(whole, b.mul(loop.index, I64(KEY_TILE)))
-                    add(place, transposed(b, [_load_numbers(b, address, size) for address in addresses(place)]))
+                    add(place, transposed(b, [load_numbers(b, address, size) for address in addresses(place)]))
             for row, total in enumerate(totals):
                 store(b, b.load(total), b.add(scores, b.mul(scores_stride, I64(4 * row))), 4)
             return context.get_dummy_value()
@@ -525,7 +525,7 @@ def widen_row(_: Any, target: Any, source: Any, count: Any, like: Any) -> Any:
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> Any:
         target, source, count, _like = args
         with cgutils.for_range(b, b.lshr(count, I64(4))) as loop:
-            row = _load_numbers(b, b.add(source, b.mul(loop.index, I64(16 * size))), size)
+            row = load_numbers(b, b.add(source, b.mul(loop.index, I64(16 * size))), size)
             store(b, row, b.add(target, b.mul(loop.index, I64(64))), 4)
         return context.get_dummy_value()
 
@@ -541,7 +541,7 @@ def transpose_16(_: Any, target: Any, target_stride: Any, source: Any, source_st
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> Any:
         target, target_stride, source, source_stride, _like = args
         from_bytes, to_bytes = b.mul(source_stride, I64(size)), b.mul(target_stride, I64(4))
-        rows = [_load_numbers(b, b.add(source, b.mul(from_bytes, I64(row))), size) for row in range(16)]
+        rows = [load_numbers(b, b.add(source, b.mul(from_bytes, I64(row))), size) for row in range(16)]
         for row, numbers in enumerate(transposed(b, rows)):
             store(b, numbers, b.add(target, b.mul(to_bytes, I64(row))), 4)
         return context.get_dummy_value()
@@ -560,7 +560,7 @@ def transposed(b: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
     return rows
 
 
-def _load_numbers(b: ir.IRBuilder, address: ir.Value, size: int, lanes: int = 16) -> ir.Value:
+def load_numbers(b: ir.IRBuilder, address: ir.Value, size: int, lanes: int = 16) -> ir.Value:
     """Load float32, bfloat16 or int8 numbers as float32."""
     numbers, words = ir.VectorType(F32, lanes), ir.VectorType(I32, lanes)
     if size == 4:

@@ -120,7 +120,7 @@ class FusedCPUProgram(LayerProgram):
             x = batch.embeddings.put_into(x)
         positions = batch.positions if batch.rotary_positions is None else batch.rotary_positions
         self.parts.adapters.begin(batch.adapters)
-        return HiddenStates(*self._fused(x, positions, work, taps, rows, self.parts.adapters.terms()))
+        return HiddenStates(*self._fused(x, positions, work, taps, rows, self.parts.adapters.terms(rows)))
 
 
 class LayerTiles:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,9 @@ import torch
 
 from chairlift.config import MAX_LORAS, EngineConfig, parse_adapters
 from chairlift.core.adapters import Adapter, AdapterPool, AdapterUse
-from chairlift.errors import ChairliftError, CorruptCheckpoint, InvalidParameter
+from chairlift.errors import CorruptCheckpoint, InvalidParameter
 from chairlift.kernels.gpu import on_gpu
-from chairlift.layers.adapters import PackedAdapter
+from chairlift.layers.adapters import PlacedAdapter
 from chairlift.loading.adapter_file import AdapterFile, open_adapter
 from chairlift.models.adapters import adapters_obstacle, attach_adapters
 from chairlift.models.base import CausalLM
@@ -62,10 +62,11 @@ class EngineAdapters:
     def __init__(self, model: Decoder, pool: AdapterPool) -> None:
         self.pool = pool
         self._bank = model.adapters
-        self._bytes_per_number = model.dtype.itemsize if on_gpu(model.device) else 4
+        self._is_on_gpu = on_gpu(model.device)
+        self._bytes_per_number = model.dtype.itemsize if self._is_on_gpu else 4
         self._fitting = attach_adapters(model, pool.max_slots)
         self._threads = ThreadPoolExecutor(LOADERS, thread_name_prefix="chairlift-adapters")
-        self._loading: dict[Adapter, Future[PackedAdapter]] = {}
+        self._loading: dict[Adapter, Future[Callable[[], PlacedAdapter]]] = {}
 
     # ---- names ----------------------------------------------------------------------------------------------------
 
@@ -76,7 +77,7 @@ class EngineAdapters:
     def describe(self, name: str, file: AdapterFile) -> Adapter:
         check_name(name)
         self._fitting.check(file)
-        num_bytes = file.num_bytes // 4 * self._bytes_per_number
+        num_bytes = self._fitting.num_numbers(file) * self._bytes_per_number
         return Adapter(name, file.version, num_bytes, str(file.path), file.max_rank)
 
     def load(self, name: str, path: str | Path) -> Adapter:
@@ -119,8 +120,8 @@ class EngineAdapters:
                 continue
             del self._loading[adapter]
             try:
-                placed = self._bank.placed(future.result())
-            except (ChairliftError, OSError, RuntimeError, MemoryError) as error:
+                placed = future.result()()
+            except Exception as error:  # Whatever is wrong with a file must not stop the others.
                 self.pool.failed(adapter)
                 failed.append((adapter, error))
                 continue
@@ -132,12 +133,18 @@ class EngineAdapters:
         return failed
 
     @torch.inference_mode()
-    def _read(self, adapter: Adapter) -> PackedAdapter:
+    def _read(self, adapter: Adapter) -> Callable[[], PlacedAdapter]:
+        """Read an adapter; return what places it. On a CPU it is placed at once, since that takes too long for the thread
+        of the steps; on a GPU another thread must not allocate memory while a graph is captured."""
         file = open_adapter(adapter.path)
         if file.version != adapter.version:
             raise CorruptCheckpoint(f"{adapter.path} has changed since it was registered as {adapter.name!r}")
         self._fitting.check(file)
-        return self._fitting.pack(file)
+        packed = self._fitting.pack(file)
+        if self._is_on_gpu:
+            return lambda: self._bank.placed(packed)
+        placed = self._bank.placed(packed)
+        return lambda: placed
 
     @property
     def is_loading(self) -> bool:

@@ -10,6 +10,7 @@ MAX_PARTS = 4  # parts of one product that a checkpoint names apart, such as que
 A, RANK, IS_HALF, NUM_PARTS, PARTS = range(5)  # the columns of an entry: address, ranks of all parts, bfloat16, …
 FIRST, SIZE, PART_RANK, B = range(4)  # Each part has its output channels, its rank and its address.
 WIDTH = PARTS + 4 * MAX_PARTS
+CPU_PANEL = 16  # columns of a matrix that lie together in memory of a CPU
 
 
 def entry(a: Tensor, parts: Sequence[tuple[int, Tensor]]) -> list[int]:
@@ -24,3 +25,8 @@ def numbers_of(address: int, ranks: int, is_half: bool, parts: Sequence[tuple[in
     assert len(parts) <= MAX_PARTS
     numbers = [address, ranks, int(is_half), len(parts), *(number for part in parts for number in part)]
     return [*numbers, *[0] * (WIDTH - len(numbers))]
+
+
+def padded(columns: int) -> int:
+    """As many columns as the panels of a matrix have in memory of a CPU."""
+    return -(-columns // CPU_PANEL) * CPU_PANEL

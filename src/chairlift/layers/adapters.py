@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from chairlift.attention.batch import AdapterRows
-from chairlift.kernels.adapter_table import RANK, WIDTH, entry, numbers_of
+from chairlift.kernels.adapter_table import RANK, WIDTH, entry, numbers_of, padded
 from chairlift.kernels.gpu import on_gpu
 from chairlift.layers.formats.base import ALONE, Fusion, FusionPart, Product, WeightFormat
 from chairlift.layers.linear import Linear
@@ -180,7 +180,7 @@ class AdapterBank:
 
     def terms(self, picked: Tensor | None = None) -> Terms:
         """The step as compiled kernels of a CPU read it; `picked`: the only rows behind the last attention."""
-        from chairlift.kernels.cpu.adapters import NO_TERMS, Terms, group_rows, padded
+        from chairlift.kernels.cpu.adapters import NO_TERMS, Terms, group_rows
 
         if self._rows is None:
             return NO_TERMS
@@ -192,6 +192,10 @@ class AdapterBank:
         return Terms(self._table, groups, only, shrunk)
 
     # ---- memory ---------------------------------------------------------------------------------------------------
+
+    def padded(self, columns: int) -> int:
+        """As many columns as a matrix takes in memory of the device."""
+        return columns if on_gpu(self._device) else padded(columns)
 
     def placed(self, adapter: PackedAdapter) -> PlacedAdapter:
         """The adapter in memory of the device: on a GPU in the model's type, on a CPU in float32, or in bfloat16 where
@@ -212,7 +216,7 @@ class AdapterBank:
 
 def _in_panels(adapter: PackedAdapter) -> PlacedAdapter:
     """Place an adapter in one piece of host memory, in the order in which it is read."""
-    from chairlift.kernels.cpu.adapters import padded, put_panels
+    from chairlift.kernels.cpu.adapters import put_panels
     from chairlift.kernels.cpu.aligned import aligned
 
     matrices = [matrix for terms in adapter.values() for matrix in (terms.a.mT, *(part.b for part in terms.parts))]

@@ -36,6 +36,7 @@ class AdapterFitting:
     @torch.inference_mode()
     def __init__(self, model: Decoder) -> None:
         self._modules: dict[str, Module] = {}
+        self._padded = model.adapters.padded
         numbers = {id(linear.weight): number for number, linear in enumerate(_products(model))}
         self._others: set[str] = set()  # modules that have a weight but are no product of their own
         for name, target in targets(model):
@@ -67,6 +68,17 @@ class AdapterFitting:
             counts[module.product] += 1
         if max(counts.values()) > MAX_PARTS:
             raise UnsupportedModel(f"{file.path}: adapts more than {MAX_PARTS} parts of one product")
+
+    def num_numbers(self, file: AdapterFile) -> int:
+        """How many numbers an adapter that fits has in memory at most: on a CPU, ranks and channels are filled up."""
+        ranks: dict[int, int] = defaultdict(int)
+        second, inputs = 0, {}
+        for full_name, shape in file.shapes.items():
+            product = self._module(full_name, file).product
+            ranks[product] += shape.rank
+            inputs[product] = shape.in_features
+            second += shape.rank * self._padded(shape.out_features)
+        return second + sum(self._padded(rank) * inputs[product] for product, rank in ranks.items())
 
     def pack(self, file: AdapterFile) -> PackedAdapter:
         """Read the numbers of an adapter that fits."""

@@ -89,11 +89,6 @@ _NO_GROUPS = group_rows(np.empty((0, 1), dtype=np.int32), np.empty((0, 1), dtype
 NO_TERMS = Terms(np.empty((0, 0, WIDTH), dtype=np.int64), _NO_GROUPS, _NO_GROUPS, np.empty((2, 0, 0), dtype=np.float32))
 
 
-def padded(count: int) -> int:
-    """As many columns as the panels of `count` columns have."""
-    return -(-count // PANEL) * PANEL
-
-
 def put_panels(target: np.ndarray, matrix: np.ndarray) -> None:
     """Write a matrix [depth, columns] to memory [padded columns * depth], panel by panel."""
     depth, columns = matrix.shape

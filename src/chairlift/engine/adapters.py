@@ -134,7 +134,7 @@ class EngineAdapters:
 
     @torch.inference_mode()
     def _read(self, adapter: Adapter) -> Callable[[], PlacedAdapter]:
-        """Read an adapter; return what places it. On a CPU it is placed here, since that takes too long for the thread of
+        """Read an adapter; return what places it. On a CPU it is placed here, since that takes long for the thread of
         the steps; on a GPU another thread must not allocate memory while a graph is captured."""
         file = open_adapter(adapter.path)
         if file.version != adapter.version:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import median_low
 
 from chairlift.core.orderings.base import ORDERINGS, Ordering
 from chairlift.core.request import Request
@@ -96,14 +97,14 @@ class FairOrdering(Ordering):
         """Tenants with many open requests, from which others are isolated."""
         return {tenant for tenant in self._open if self._is_heavy(tenant)}
 
-    def shortest_light_prompt(self, now: float) -> int | None:
-        """The shortest prompt among the recent requests of light tenants; None if there are none."""
-        prompts = (
+    def usual_light_prompt(self, now: float) -> int | None:
+        """The median length of the prompts that light tenants sent recently; None if there are none."""
+        prompts = [
             prompt
             for arrival, tenant, prompt in self._light_arrivals
             if now - arrival <= self.LIGHT_SECONDS and not self._is_heavy(tenant)
-        )
-        return min(prompts, default=None)
+        ]
+        return median_low(prompts) if prompts else None
 
     def admitted(self, request: Request) -> None:
         self._charge(request, request.num_known - max(request.num_computed, request.num_charged))

@@ -10,14 +10,15 @@ that, the chunks of heavy tenants are dropped from it, but never from two steps 
     |--- step in flight ---|--- step of the light tenant ---|   the first may take as long as its prompt alone
     |-- its prompt alone --|                                    (less what decodes add to all but its last step)
 
-Running requests stay, so heavy tenants lose slots only as their requests end, and they keep an eighth of all slots.
+The prompt that counts is the median of those that light tenants sent recently. Heavy tenants keep a fifth of the
+highest speed of prompts. Running requests stay, so heavy tenants lose slots only as their requests end, and they keep an eighth of all slots.
 Nothing is limited without both kinds of tenants, or if the prompts of light tenants take longer than any step. A light
 tenant that was served more than a heavy one is not isolated from it.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -29,6 +30,7 @@ from chairlift.core.request import Request
 from chairlift.core.scheduler.state import SchedulerState
 
 _LEAST = 4  # prompt tokens that heavy tenants always get, so that they do not starve
+_LEAST_SPEED = 0.2  # share of the highest speed of prompts that they keep
 _LEAST_SLOTS = 0.125  # share of the slots that they keep
 _MOST_WAIT = 2.0  # a first token is due after this multiple of the time of its prompt alone
 
@@ -58,14 +60,14 @@ class TenantIsolation:
         """Limit the part of heavy tenants in the step being built."""
         self._planned_before, self._planned_at = self._planned_at, now
         heavy = self._ordering.heavy_tenants()
-        prompt = self._ordering.shortest_light_prompt(now) if heavy else None
+        prompt = self._ordering.usual_light_prompt(now) if heavy else None
         light = self._idle_cost(prompt) if prompt is not None else _IdleCost(0.0, 0)
         self._heavy = heavy if light.seconds else set()
         if not self._heavy:  # no light tenant, or nothing measured yet
             self._light, self._ordering.held_back = set(), set()
             return
         decoding = [request for request in state.running if request.decoding]
-        room = self._room(light, decoding)
+        room, least_room = self._room(light, decoding)
         least = min(self._ordering.served(tenant) for tenant in heavy)
         self._light = {
             request.tenant
@@ -76,7 +78,7 @@ class TenantIsolation:
             and self._ordering.served(request.tenant) <= least
         }
         if self._light:
-            room = min(room, _LEAST)  # a light tenant waits for this step already
+            room = least_room  # a light tenant waits for this step already
         builder.limit_tenants(heavy, room)
         full = len(state.running) >= self._slots(light, decoding, state.max_batch_requests)
         self._ordering.held_back = heavy if full else set()
@@ -107,15 +109,22 @@ class TenantIsolation:
         unseen = self._planned_at - self._planned_before
         return request.arrival - unseen + _MOST_WAIT * self._idle_cost(request.num_prompt).seconds
 
-    def _room(self, light: _IdleCost, decoding: Sequence[Request]) -> int:
-        """The most prompt tokens of heavy tenants that keep a light tenant within its limit beside these decodes."""
+    def _room(self, light: _IdleCost, decoding: Sequence[Request]) -> tuple[int, int]:
+        """The most prompt tokens of heavy tenants that keep a light tenant within its limit beside these decodes, and
+        the fewest that they always get. Where a step has a high price of its own, smaller ones would be a waste."""
         size, context = len(decoding), sum(request.num_expected for request in decoding)
 
         def seconds(chunk: int) -> float:
             return self._predict(StepShape(size, chunk, context, chunk_kv(0, chunk), size + (chunk > 0)))
 
+        def speed(chunk: int) -> float:
+            return chunk / max(seconds(chunk), 1e-9)
+
         allowed = light.seconds - (light.steps - 1) * (seconds(0) - self._predict(StepShape()))
-        return max(_LEAST, bisect_right(range(1, self._step_tokens + 1), allowed, key=seconds))
+        sizes = range(1, self._step_tokens + 1)
+        least = 1 + bisect_left(sizes, _LEAST_SPEED * speed(self._step_tokens), hi=self._step_tokens - 1, key=speed)
+        least = max(least, min(_LEAST, self._step_tokens))
+        return max(least, bisect_right(sizes, allowed, key=seconds)), least
 
     def _slots(self, light: _IdleCost, decoding: Sequence[Request], slots: int) -> int:
         """The most decodes, in the step in flight and the next one, that keep a light tenant within its limit."""

@@ -33,7 +33,7 @@ RANK = 0  # Every engine is a publisher of its own.
 MEDIUM = "GPU"  # what vLLM calls the memory of the device, whichever it is
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 QUEUED_BATCHES = 10_000
-KEPT_BATCHES = 10_000  # for replays
+KEPT_BATCHES = 10_000  # Replays read them.
 POLL_SECONDS = 0.05
 CLOSE_SECONDS = 1.0
 

@@ -44,8 +44,8 @@ PackedAdapter = Mapping[int, ProductTerms]
 class PlacedAdapter(NamedTuple):
     """An adapter in memory of the device, as kernels read it."""
 
-    entries: Mapping[int, list[int]]  # of the table, by the number of the product
-    memory: Sequence[Tensor]  # where its numbers are
+    entries: Mapping[int, list[int]]  # The table's entries, by the number of the product.
+    memory: Sequence[Tensor]  # The memory of its numbers.
 
     @property
     def num_bytes(self) -> int:

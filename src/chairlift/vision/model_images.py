@@ -76,7 +76,7 @@ class ImagesCheck:
     """What reading images takes, from a config and the files beside it."""
 
     obstacle: str | None = None  # why they are not read
-    weight_bytes: int = 0  # of the vision part, in float32
+    weight_bytes: int = 0  # The vision part, in float32.
     tokens_per_megapixel: int | None = None  # None: the files of its processor are not here
 
 

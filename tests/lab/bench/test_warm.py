@@ -37,7 +37,7 @@ def test_the_command_finds_no_difference(folder: str, tmp_path: Path) -> None:
     assert all(row["output_tokens"] == 5 * 4 and row["differing_tokens"] == 0 for row in rows.values())
     assert rows["alone"]["cached_tokens"] == rows["together"]["cached_tokens"] == 0
     assert min(rows["twice"]["cached_tokens"], rows["together-twice"]["cached_tokens"]) > 500
-    assert rows["evicted"]["cached_tokens"] < rows["together-twice"]["cached_tokens"]
+    assert rows["evicted"]["cached_tokens"] <= rows["together-twice"]["cached_tokens"]
     documented = set(re.findall(r"`(\w+)`", DOCUMENT.read_text()))
     assert set(rows["alone"]) | set(report["settings"]) <= documented
 

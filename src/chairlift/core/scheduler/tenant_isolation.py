@@ -11,7 +11,8 @@ that, the chunks of heavy tenants are dropped from it, but never from two steps 
     |-- its prompt alone --|                                    (less what decodes add to all but its last step)
 
 The prompt that counts is the median of those that light tenants sent recently. Heavy tenants keep a fifth of the
-highest speed of prompts. Running requests stay, so heavy tenants lose slots only as their requests end, and they keep an eighth of all slots.
+highest speed of prompts. Running requests stay, so heavy tenants lose slots only as their requests end, and they keep
+an eighth of all slots.
 Nothing is limited without both kinds of tenants, or if the prompts of light tenants take longer than any step. A light
 tenant that was served more than a heavy one is not isolated from it.
 """

@@ -33,7 +33,7 @@ from chairlift.kernels.cpu.simd import (
 )
 from chairlift.kernels.cpu.threads import barrier, claim
 
-MOST_ROWS = 32  # of a group; so many stay in the cache while the matrices are read
+MOST_ROWS = 32  # A group has at most these: so many stay in the cache while the matrices are read.
 TILE_ROWS = 4  # rows that are multiplied at once
 FEW_ITEMS = 32  # Fewer groups than this are divided, so that all threads have work.
 AHEAD = 2048  # bytes that are prefetched before they are read
@@ -55,8 +55,8 @@ class Terms(NamedTuple):
     """The adapters in memory and the rows of a step that have them. No groups: no row has any."""
 
     table: np.ndarray  # [slots, products, WIDTH] int64
-    groups: Groups  # of all rows
-    picked: Groups  # of the only rows that are computed behind the last attention
+    groups: Groups  # The groups of all rows.
+    picked: Groups  # The groups of the only rows that are computed behind the last attention.
     shrunk: np.ndarray  # [2, N, most ranks of a product] float32; parallel blocks need both halves at the same time
 
 

@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from chairlift.core.adapters import AdapterUse, salted
 from chairlift.core.cost_model import CostModel
@@ -23,7 +23,6 @@ from chairlift.core.sampling.structure import Structure
 from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.core.targets import NO_TARGETS, Targets
 from chairlift.engine.adapters import EngineAdapters
-from chairlift.engine.kv_events import KVEvents
 from chairlift.engine.output import CompletionSelection, OutputText, with_logprobs
 from chairlift.engine.pipeline import Pipeline
 from chairlift.engine.validation import RequestValidator
@@ -31,6 +30,9 @@ from chairlift.errors import EngineDead, InvalidParameter
 from chairlift.structured.output import StructuredOutput
 from chairlift.text.reasoning_formats.base import ReasoningFormat
 from chairlift.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from chairlift.engine.kv_events import KVEvents
 
 GRAMMAR_POLL = 0.005  # seconds that a step with nothing to compute waits for a grammar
 ADAPTER_POLL = 0.005  # the same for an adapter that is being read

@@ -178,9 +178,8 @@ class KVEvents(IndexObserver):
         self.publisher.close()
 
 
-def make_kv_events(config: EngineConfig) -> KVEvents | None:
-    """Open the addresses of the config; None if it has none."""
-    if config.kv_events is None:
-        return None
+def make_kv_events(config: EngineConfig) -> KVEvents:
+    """Open the addresses of a config that has some."""
+    assert config.kv_events is not None
     publisher = KVEventPublisher(config.kv_events, config.kv_events_replay, config.kv_events_topic)
     return KVEvents(publisher, config.block_size)

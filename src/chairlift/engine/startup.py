@@ -6,12 +6,12 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from chairlift.config import EngineConfig
 from chairlift.core.cost_model import CostModel
 from chairlift.engine.adapters import EngineAdapters, make_adapters, open_configured
 from chairlift.engine.engine import Engine
-from chairlift.engine.kv_events import make_kv_events
 from chairlift.engine.load import LoadedModel, load
 from chairlift.engine.memory_plan import MemoryPlan
 from chairlift.engine.runner_factory import BuiltRunner, RunnerFactory
@@ -37,6 +37,10 @@ from chairlift.text.reasoning_formats.base import choose_reasoning
 from chairlift.vision.model_images import ModelImages
 
 __all__ = ["LoadedModel", "StartedEngine", "load_engine", "load_model", "start_engine"]
+
+if TYPE_CHECKING:
+    from chairlift.engine.kv_events import KVEvents
+
 
 log = logging.getLogger("chairlift")
 
@@ -173,7 +177,7 @@ def _make_engine(
         cost_model=cost_model,
         structured=structured,
         adapters=adapters,
-        kv_events=make_kv_events(settings.config),
+        kv_events=_kv_events(settings.config),
         generates=loaded.embedding.generates,
         rotary_positions=None if images is None else images.encoder.positions,
         clock=clock,
@@ -203,3 +207,13 @@ def _describe_step(settings: EngineSettings, built: BuiltRunner) -> str:
     else:
         goal = ", at the throughput knee" if config.budget == "knee" else ""
     return f"step       {step} of {built.max_batch_requests} requests{goal}, {settings.attention.name} attention"
+
+
+def _kv_events(config: EngineConfig) -> KVEvents | None:
+    """The publisher of events of the KV cache, if one is asked for: without it, an engine needs neither ZeroMQ nor
+    msgspec."""
+    if config.kv_events is None:
+        return None
+    from chairlift.engine.kv_events import make_kv_events
+
+    return make_kv_events(config)

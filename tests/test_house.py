@@ -15,7 +15,7 @@ LINES = {
     "client": 406,
     "cluster": 3_017,
     "core": 8_000,
-    "engine": 3_199,
+    "engine": 3_214,
     "kernels": 16_452,
     "layers": 3_928,
     "loading": 4_554,
@@ -42,7 +42,7 @@ FAN_OUT = {"chairlift.engine.startup": 21, "chairlift.runner.gpu.runner": 16}
 DECODER_LINES = 139
 MOST_IMPORTS = 23
 REQUEST_FILES = 27
-REQUEST_REENTRIES = 3
+REQUEST_REENTRIES = 4
 STEP_FILES = 52
 
 

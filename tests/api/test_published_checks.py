@@ -18,7 +18,8 @@ SPARSE = "it chooses keys by sparse attention (index_topk"
 NVFP4 = "ModelOpt NVFP4, 4-bit floats with an 8-bit scale per 16"
 UNKNOWN = "transformers has no causal language model of that name"
 BLOCKS = "fp8 with a scale per 128x128"
-VISION = "vision-language model: its text part runs; images are not read"
+READS_IMAGES = "vision-language model"
+VISION = f"{READS_IMAGES}: its text part runs; images are not read"
 MULTIMODAL = "multimodal model: its text part runs; other inputs are not read"
 
 # Name, type of the text part, billions of weights, quantization, what else it is; and why it is refused.
@@ -37,9 +38,9 @@ ANSWERS: list[tuple[str, str, float, str | None, str | None, tuple[str, ...]]] =
         (),
     ),
     ("Qwen/Qwen3-Coder-480B-A35B-Instruct", "qwen3_moe", 480.2, None, None, ()),
-    ("Qwen/Qwen3-VL-2B-Instruct", "qwen3_vl_text", 1.721, None, VISION, ()),
-    ("Qwen/Qwen3-VL-32B-Instruct", "qwen3_vl_text", 32.8, None, VISION, ()),
-    ("Qwen/Qwen3-VL-4B-Instruct", "qwen3_vl_text", 4.022, None, VISION, ()),
+    ("Qwen/Qwen3-VL-2B-Instruct", "qwen3_vl_text", 1.721, None, READS_IMAGES, ()),
+    ("Qwen/Qwen3-VL-32B-Instruct", "qwen3_vl_text", 32.8, None, READS_IMAGES, ()),
+    ("Qwen/Qwen3-VL-4B-Instruct", "qwen3_vl_text", 4.022, None, READS_IMAGES, ()),
     ("Qwen/Qwen3.5-122B-A10B", "qwen3_5_moe_text", 122.1, None, VISION, ()),
     ("Qwen/Qwen3.5-35B-A3B", "qwen3_5_moe_text", 34.7, None, VISION, ()),
     ("XiaomiMiMo/MiMo-7B-Base", "mimo", 7.623, None, None, ()),

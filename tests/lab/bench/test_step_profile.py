@@ -19,7 +19,7 @@ from chairlift.cli.main import app
 from chairlift.config import EngineConfig
 from chairlift.engine.startup import load_engine
 from chairlift.errors import InvalidParameter
-from chairlift.kernels.cpu.decoder import _add_product, decode_layer, decode_step, store_layer
+from chairlift.kernels.cpu.decoder import _add_product, attend_layer, decode_layer, decode_step, store_layer
 from chairlift.layers.linear import Linear
 from chairlift_lab.common.floor import ATTENTION, GEMM, SAMPLING, attention_work, linear_work
 from chairlift_lab.profile.cpu import LAST_PIECE, layer_pieces
@@ -127,7 +127,7 @@ def named_norms(size: int) -> Any:
 
 def test_every_phase_of_the_kernel_has_a_name() -> None:
     """The profile names one phase per barrier of the kernel, except the one only a draft head uses."""
-    kernels = (store_layer, decode_layer, decode_step, _add_product)
+    kernels = (store_layer, decode_layer, decode_step, _add_product, attend_layer)
     barriers = "".join(inspect.getsource(kernel.py_func) for kernel in kernels).count(" barrier(")
     # The norm before the MLP has two places; `_add_product` is called twice and ends at one or two barriers.
     assert barriers - 1 - 3 + 2 * 2 == len([*layer_pieces(named_norms(8)), LAST_PIECE]) + 1
